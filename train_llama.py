@@ -1,0 +1,1087 @@
+"""
+Trains a Llama (RMSNorm, RoPE, SwiGLU, no biases) with Muon-VS or any optimizer it is compared with: Suites A and B of the
+paper as presets. Runs alone:
+
+    python prepare.py                                             # once: the data of the demo, nothing is downloaded
+    python train_llama.py                                         # the demo: 3 M parameters, Muon-VS, CPU or GPU
+    torchrun --standalone --nproc_per_node=8 train_llama.py --preset=suite-a-130m --optimizer=muon-nsr
+    torchrun --standalone --nproc_per_node=8 train_llama.py --preset=suite-b-720m --resume=auto --max-restarts=3
+    python train_llama.py --preset=suite-a-1.2b --param_dtype=bfloat16 --activation_checkpointing=true
+
+Every hyperparameter is a global below; --name=value overrides it. --help lists them. The demo ends with a line
+"final val_loss:..." (in nats per byte) and a sample; on 2 CPU cores with bf16 it trains for under 4 minutes.
+Sections that train_gpt.py has too are the same text: change both.
+Shapes: B sequences of a micro-batch, T tokens, D model width, H heads, K head width, V vocabulary.
+"""
+import contextlib
+import difflib
+import hashlib
+import json
+import math
+import os
+import platform
+import re
+import signal
+import sys
+import threading
+import time
+import warnings
+import zlib
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from optim import VARIANTS, AdamW, Muon
+
+# ======================================================================================================================
+# globals: --name=value overrides one; PRESETS below override them first
+# ----------------------------------------------------------------------------------------------------------------------
+preset = "demo"               # a key of PRESETS
+run_name = ""                 # logs/RUN.txt, checkpoints/RUN/; default: preset, optimizer, seed and start time
+resume = ""                   # "auto": the newest good checkpoint of this run_name, else start; or a path; "": start
+allow_change = False          # resume although a global that changes the mathematics differs
+log_dir = "logs"
+checkpoint_dir = "checkpoints"
+# data
+data_dir = "data"             # datasets are folders below it, made by prepare.py
+dataset = "pysrc"             # the folder with the training shards
+val_dataset = ""              # the folder with the validation shards; "" = dataset
+check_shards = True           # verify every shard's checksum and ids before the first update (about 1 GB/s a rank)
+val_tokens = 262_144          # tokens of the fixed prefix of the validation split
+# model
+n_layer = 4
+n_head = 4
+n_embd = 256                  # model width
+n_ffn = 704                   # width of the feed-forward network
+block_size = 256              # tokens of context
+vocab_size = 0                # rows of embedding and head; 0 = the dataset's, padded up to a multiple of 64
+rope_base = 10_000.0
+norm_eps = 1e-5               # of RMSNorm
+tied = False                  # embedding and head are one matrix
+fused_qkv = False             # query, key and value in one (3 D, D) matrix, orthogonalised as one
+init_std = 0.02
+init_truncated = False        # normal cut at 2 standard deviations
+init_residual = False         # projections into the residual stream (attention out, feed-forward down) with init_std / √(2 layers)
+activation_checkpointing = False  # recompute every block in the backward pass instead of keeping its activations
+# budget
+batch_size = 16               # sequences per update, all ranks and micro-batches together
+micro_batch_size = 16         # sequences per forward pass of one rank
+max_iters = 1000              # updates
+# optimizer
+optimizer = "muon-vs"         # adamw, or a key of optim.VARIANTS for the matrices inside blocks (adamw for the rest)
+learning_rate = 0.01          # peak, matrices inside blocks
+adam_lr = 0.01                # peak, embedding, head and vectors
+weight_decay = 0.1            # vectors: 0
+grad_clip = 1.0               # global norm of the raw gradient over all parameters; 0 = off
+momentum = 0.95               # β of the Muon family
+gamma = 1000.0                # γ of muon-nsr and muon-nsr-post
+beta2 = 0.95                  # β₂ of normuon and muon2
+muon_eps = 1e-8               # ε of the gates
+ns_steps = 5                  # Newton-Schulz iterations
+ns_eps = 1e-7
+adjust_lr_fn = "match_rms_adamw"  # update scale: original, match_rms_adamw, frobenius
+adam_beta1 = 0.9
+adam_beta2 = 0.95
+adam_eps = 1e-8
+# schedule, of both learning rates
+schedule = "wsd"              # constant, cosine (to min_lr_frac), wsd (linear to min_lr_frac over the last decay_frac)
+warmup_iters = 20             # updates of linear warm-up
+decay_frac = 0.6              # wsd: fraction of max_iters
+min_lr_frac = 0.0             # of the peak
+# output
+log_interval = 10             # updates between progress lines
+eval_interval = 200           # updates between validations
+checkpoint_interval = 500     # updates between checkpoints; the last update is always saved
+keep_checkpoints = 2          # newest ones kept, besides the best by validation loss
+sample_tokens = 300           # generated at the end; 0 = none
+# system
+seed = 1                      # initialisation and rounding
+data_seed = 1                 # order of the training data
+device = ""                   # cpu, cuda, mps; "" = the best there is
+dtype = "auto"                # float32, bfloat16 (autocast); auto = bfloat16 where the hardware is fast at it
+param_dtype = "float32"       # bfloat16: parameters and optimizer state are kept in bf16
+stochastic_rounding = False   # of bf16 parameters
+compile = True                # torch.compile; falls back to eager with a warning
+threads = 0                   # CPU threads of a rank; 0 = cores / ranks on this machine
+timeout_minutes = 10.0        # a rank that is silent for longer ends the run
+max_skipped = 10              # updates in a row left out for a non-finite gradient before the run stops
+
+_suite_a = dict(dataset="dclm", val_dataset="c4", n_layer=32, block_size=4096, batch_size=128, micro_batch_size=4,
+                adam_beta1=0.8, adam_beta2=0.98, adam_eps=1e-15, ns_eps=1e-5, adjust_lr_fn="original", warmup_iters=0,
+                schedule="wsd", decay_frac=0.8, eval_interval=100, val_tokens=10_000_000)
+_suite_b = dict(dataset="fineweb", block_size=512, tied=True, fused_qkv=True, init_truncated=True, learning_rate=1e-3,
+                adam_lr=1e-3, warmup_iters=2000, schedule="cosine", min_lr_frac=0.01, adam_eps=1e-8, val_tokens=4_194_304,
+                checkpoint_interval=1000)
+PRESETS = {  # "NAME/OPTIMIZER" is applied after "NAME"
+    "demo": {},
+    "demo/adamw": dict(learning_rate=3e-3, adam_lr=3e-3),
+    "suite-a-130m": dict(_suite_a, n_embd=512, n_head=8, n_ffn=2048, max_iters=5000, learning_rate=0.016, adam_lr=0.0032),
+    "suite-a-130m/adamuon": dict(adjust_lr_fn="frobenius", learning_rate=2e-3),
+    "suite-a-300m": dict(_suite_a, n_embd=768, n_head=12, n_ffn=3072, max_iters=11_500, learning_rate=0.008, adam_lr=0.0024,
+                         momentum=0.98),
+    "suite-a-300m/adamuon": dict(adjust_lr_fn="frobenius", learning_rate=1.3e-3),
+    "suite-a-1.2b": dict(_suite_a, n_embd=1536, n_head=24, n_ffn=6144, max_iters=23_000, learning_rate=0.008, adam_lr=0.0012,
+                         momentum=0.98, batch_size=256, micro_batch_size=2, decay_frac=1.0, grad_clip=2.0, eval_interval=250),
+    "suite-b-210m": dict(_suite_b, n_layer=24, n_head=12, n_embd=768, n_ffn=2048, batch_size=256, micro_batch_size=32,
+                         max_iters=128_000, adam_beta2=0.999, grad_clip=0.5, eval_interval=115),
+    "suite-b-210m/adamuon": dict(adjust_lr_fn="frobenius"),
+    "suite-b-720m": dict(_suite_b, n_layer=12, n_head=16, n_embd=2048, n_ffn=5632, batch_size=1984, micro_batch_size=8,
+                         max_iters=48_000, adam_beta2=0.99, grad_clip=0.1, eval_interval=200),
+    "suite-b-720m/adamuon": dict(adjust_lr_fn="frobenius"),
+}
+
+
+# ======================================================================================================================
+# configuration
+# ----------------------------------------------------------------------------------------------------------------------
+class UserError(Exception):
+    """A mistake of the user: one line with what was found, what was expected and the command that mends it."""
+
+
+GLOBALS = [name for name, value in list(globals().items())
+           if not name.startswith("_") and type(value) in (bool, int, float, str)]
+
+
+def configure(argv: list[str]) -> None:
+    """Sets this module's globals: preset, then preset/optimizer, then the command line's --name=value."""
+    flags = {}
+    for word in argv:
+        name, equals, text = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or not equals:
+            raise UserError(f"found {word!r}; expected --name=value; see --help")
+        if name not in GLOBALS:
+            near = difflib.get_close_matches(name, GLOBALS, 1, 0.4)
+            raise UserError(f"there is no --{name}; " + (f"did you mean --{near[0]}={text}?" if near else "--help lists the names"))
+        flags[name] = parse(name, text, type(globals()[name]))
+    chosen = flags.get("preset", preset)
+    names = [key for key in PRESETS if "/" not in key]
+    choose("preset", chosen, names)
+    overrides = {**PRESETS[chosen]}
+    choose("optimizer", flags.get("optimizer", overrides.get("optimizer", optimizer)), ["adamw", *VARIANTS])
+    overrides.update(PRESETS.get(f"{chosen}/{flags.get('optimizer', overrides.get('optimizer', optimizer))}", {}))
+    if "dataset" in flags:
+        overrides["val_dataset"] = ""  # a preset's validation data go with its training data
+    globals().update({**overrides, **flags})
+    check_globals()
+
+
+def parse(name: str, text: str, kind: type):
+    try:
+        if kind is bool:
+            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+        value = kind(text.replace("_", "")) if kind in (int, float) else text
+        if kind is float and not math.isfinite(value):
+            raise ValueError
+        return value
+    except (ValueError, KeyError):
+        expected = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
+        raise UserError(f"--{name}={text}: expected {expected}, for instance --{name}={globals()[name]}") from None
+
+
+def choose(name: str, value: str, choices: list[str]) -> None:
+    if value not in choices:
+        near = difflib.get_close_matches(value, choices, 1, 0.3)
+        raise UserError(f"--{name}={value} is unknown; expected one of {', '.join(choices)}"
+                        + (f"; did you mean --{name}={near[0]}?" if near else ""))
+
+
+def check_globals() -> None:
+    for name in ("n_layer", "n_head", "n_embd", "n_ffn", "block_size", "batch_size", "micro_batch_size", "log_interval", "eval_interval",
+                 "checkpoint_interval", "val_tokens", "keep_checkpoints", "max_skipped", "timeout_minutes", "rope_base"):
+        if globals().get(name, 1) <= 0:
+            raise UserError(f"--{name}={globals()[name]}: expected a number above 0")
+    for name in ("max_iters", "vocab_size", "learning_rate", "adam_lr", "weight_decay", "grad_clip", "gamma", "muon_eps", "ns_steps",
+                 "ns_eps", "adam_eps", "warmup_iters", "sample_tokens", "threads", "seed", "data_seed"):
+        if globals()[name] < 0:
+            raise UserError(f"--{name}={globals()[name]}: expected a number of at least 0")
+    for name in ("momentum", "beta2", "adam_beta1", "adam_beta2"):
+        if not 0 <= globals()[name] < 1:
+            raise UserError(f"--{name}={globals()[name]}: expected a number in [0, 1)")
+    for name in ("decay_frac", "min_lr_frac"):
+        if not 0 <= globals()[name] <= 1:
+            raise UserError(f"--{name}={globals()[name]}: expected a number in [0, 1]")
+    choose("schedule", schedule, ["constant", "cosine", "wsd"])
+    choose("adjust_lr_fn", adjust_lr_fn, ["original", "match_rms_adamw", "frobenius"])
+    choose("dtype", dtype, ["auto", "float32", "bfloat16"])
+    choose("param_dtype", param_dtype, ["float32", "bfloat16"])
+    if device:
+        choose("device", device.partition(":")[0], ["cpu", "cuda", "mps"])
+    if n_embd % n_head or n_embd // n_head % 2:
+        raise UserError(f"--n_embd={n_embd} gives {n_head} heads a width of {n_embd / n_head:g}; expected an even whole number; "
+                        f"for instance --n_embd={max(2, round(n_embd / n_head / 2) * 2) * n_head}")
+    if run_name and not re.fullmatch(r"[\w.=+-]+", run_name):
+        raise UserError(f"--run_name={run_name}: it names files, so use letters, digits and any of . _ = + -")
+
+
+def usage() -> str:
+    return __doc__.strip() + "\n\n" + "\n".join(f"  --{name}={globals()[name]}" for name in GLOBALS)
+
+
+# ======================================================================================================================
+# data loader
+# ----------------------------------------------------------------------------------------------------------------------
+MAGIC, VERSION, HEADER = 20240520, 1, 256  # of llm.c's and modded-nanogpt's .bin: 256 int32, then uint16 tokens
+
+
+class Shards:
+    """The shards of one split: windows of block_size + 1 tokens, the next one starting at the last token of the one before.
+    A shard's last block_size tokens or fewer, if they fill no window, are left out. Reads with pread: nothing stays mapped."""
+
+    def __init__(self, name: str, split: str, rank: int = 0, world: int = 1):
+        folder = Path(data_dir) / name
+        self.files = sorted(folder.glob(f"*_{split}_*.bin"))
+        mend = "python prepare.py" + ("" if name == "pysrc" else f" {name}")
+        if not self.files:
+            raise UserError(f"no {split} shards in {folder} (*_{split}_*.bin): dataset {name!r} is not prepared; run `{mend}`")
+        self.fds, self.vocab, self.eot, digest, sizes = [], 0, -1, hashlib.sha256(), []
+        for i, path in enumerate(self.files):
+            try:
+                self.fds.append(os.open(path, os.O_RDONLY))
+                header = np.frombuffer(os.pread(self.fds[-1], HEADER * 4, 0), np.int32)
+                length = os.fstat(self.fds[-1]).st_size
+            except OSError as error:
+                raise UserError(f"cannot read {path}: {error.strerror}; run `python prepare.py verify {name}`") from None
+            if len(header) < HEADER or header[0] != MAGIC or header[1] != VERSION:
+                raise UserError(f"{path} is no token shard (its first words are {header[:2].tolist()}, expected [{MAGIC}, {VERSION}]); "
+                                f"for a nanoGPT .bin run `python prepare.py import {path}`")
+            if length != HEADER * 4 + 2 * int(header[2]):
+                raise UserError(f"{path} is truncated or damaged: {length} bytes, expected {HEADER * 4 + 2 * int(header[2])} for the "
+                                f"{header[2]} tokens of its header; delete it and run `{mend}` again")
+            ours = bool(header[6])
+            vocab = int(header[3]) if ours else 50257  # shards of others are GPT-2's
+            if self.vocab not in (0, vocab):
+                raise UserError(f"{path} is of a vocabulary of {vocab} ids, the shards before it of {self.vocab}: "
+                                f"another tokenizer's; delete {folder} and run `{mend}` again")
+            self.vocab, self.eot = vocab, int(header[4]) if ours else 50256
+            if vocab_size and vocab > vocab_size:
+                raise UserError(f"{path} is of a vocabulary of {vocab} ids, the model has --vocab_size={vocab_size}; "
+                                f"use --vocab_size={-(-vocab // 64) * 64} or a dataset of the model's tokenizer")
+            if check_shards and i % world == rank:
+                self._check(path, self.fds[-1], header, ours, mend)
+            digest.update(header.tobytes())
+            sizes.append(int(header[2]))
+        self.tokens, self.checksum = sum(sizes), digest.hexdigest()[:16]
+        self.ends = np.cumsum([max(0, (size - 1) // block_size) for size in sizes])  # windows up to and with each shard
+        if len(self) == 0:
+            raise UserError(f"--block_size={block_size} is longer than the data: {folder} has {self.tokens} {split} tokens in "
+                            f"{len(sizes)} shards; lower --block_size or prepare more text")
+
+    @staticmethod
+    def _check(path, fd, header, ours, mend):
+        crc, most, at = 0, 0, HEADER * 4
+        while piece := os.pread(fd, 1 << 24, at):
+            crc, at = zlib.crc32(piece, crc), at + len(piece)
+            most = max(most, int(np.frombuffer(piece, np.uint16).max()))
+        if ours and crc != int(header[5]) & 0xFFFFFFFF:
+            raise UserError(f"{path} is damaged: its checksum is {crc:08x}, expected {int(header[5]) & 0xFFFFFFFF:08x}; "
+                            f"delete it and run `{mend}` again")
+        limit = int(header[3]) if ours else vocab_size or 50257
+        if most >= limit:
+            raise UserError(f"{path} has token id {most}, expected ids below {limit}; delete it and run `{mend}` again")
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def read(self, windows: np.ndarray) -> np.ndarray:
+        """The tokens of these windows: (len(windows), block_size + 1) uint16."""
+        out = np.empty((len(windows), block_size + 1), np.uint16)
+        shards = np.searchsorted(self.ends, windows, "right")
+        first = windows - np.concatenate([[0], self.ends])[shards]
+        for row, shard, window in zip(out, shards, first):
+            if os.preadv(self.fds[shard], [row], HEADER * 4 + 2 * block_size * int(window)) != row.nbytes:
+                raise UserError(f"{self.files[shard]} became shorter while it was read; run `python prepare.py verify`")
+        return out
+
+    def batch(self, step: int, rows: range) -> np.ndarray:
+        """Rows of update `step`'s batch. The order is a pure function of (data_seed, step): every window once an epoch, in
+        an order of its own for each epoch; a batch that reaches the end of an epoch is filled from the next one."""
+        at = step * batch_size + np.arange(rows.start, rows.stop)
+        epochs = at // len(self)
+        windows = np.concatenate([shuffle(at[epochs == e] - e * len(self), len(self), data_seed, int(e)) for e in np.unique(epochs)])
+        return self.read(windows)
+
+
+def shuffle(i: np.ndarray, n: int, *key: int) -> np.ndarray:
+    """Where a pseudo-random permutation of range(n) puts i: a Feistel network on the next power of 4, walked until below n."""
+    half = np.uint64(max(1, (max(n - 1, 1).bit_length() + 1) // 2))
+    mask = np.uint64((1 << int(half)) - 1)
+    rounds = np.random.SeedSequence(list(key)).generate_state(6, np.uint64)
+    i = i.astype(np.uint64)
+    walking = np.ones(len(i), bool)
+    while walking.any():
+        left, right = i[walking] >> half, i[walking] & mask
+        for r in rounds:
+            x = (right + r) * np.uint64(0x9E3779B97F4A7C15)
+            x = (x ^ (x >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+            left, right = right, left ^ ((x ^ (x >> np.uint64(32))) & mask)
+        i[walking] = left << half | right
+        walking = i >= n
+    return i.astype(np.int64)
+
+
+def to_device(tokens: np.ndarray, where: torch.device) -> tuple[Tensor, Tensor]:
+    """uint16 (B, T + 1) to inputs and targets (B, T), int64."""
+    t = torch.from_numpy(tokens.view(np.int16))
+    if where.type == "cuda":
+        t = t.pin_memory().to(where, non_blocking=True)
+    t = t.to(where).long() & 0xFFFF
+    return t[:, :-1], t[:, 1:]
+
+
+# ======================================================================================================================
+# model
+# ----------------------------------------------------------------------------------------------------------------------
+def rotate(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
+    """RoPE: the pairs (k, k + K/2) turned by an angle that grows with t."""
+    a, b = x_BHTK.chunk(2, -1)
+    return (x_BHTK * cos_TK + torch.cat([-b, a], -1) * sin_TK).type_as(x_BHTK)
+
+
+def rope_tables(length: int, width: int, where=None) -> tuple[Tensor, Tensor]:
+    frequency = rope_base ** (-torch.arange(0, width, 2, dtype=torch.float32, device=where) / width)
+    angle = torch.outer(torch.arange(length, dtype=torch.float32, device=where), frequency).repeat(1, 2)  # (T, K)
+    return angle.cos(), angle.sin()
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        for name, rows in {"qkv": 3 * n_embd}.items() if fused_qkv else {"q": n_embd, "k": n_embd, "v": n_embd}.items():
+            setattr(self, name, nn.Linear(n_embd, rows, bias=False))
+        self.proj = nn.Linear(n_embd, n_embd, bias=False)
+
+    def forward(self, x_BTD, cos, sin):
+        B, T, D = x_BTD.shape
+        parts = self.qkv(x_BTD).chunk(3, -1) if fused_qkv else (self.q(x_BTD), self.k(x_BTD), self.v(x_BTD))
+        q, k, v = (part.view(B, T, n_head, D // n_head).transpose(1, 2) for part in parts)     # each (B, H, T, K)
+        y_BHTK = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
+        return self.proj(y_BHTK.transpose(1, 2).reshape(B, T, D))
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(n_embd, n_ffn, bias=False)
+        self.up = nn.Linear(n_embd, n_ffn, bias=False)
+        self.down = nn.Linear(n_ffn, n_embd, bias=False)
+
+    def forward(self, x_BTD):
+        return self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm1 = nn.RMSNorm(n_embd, eps=norm_eps)
+        self.attn = Attention()
+        self.norm2 = nn.RMSNorm(n_embd, eps=norm_eps)
+        self.mlp = MLP()
+
+    def forward(self, x_BTD, cos, sin):
+        x_BTD = x_BTD + self.attn(self.norm1(x_BTD), cos, sin)
+        return x_BTD + self.mlp(self.norm2(x_BTD))
+
+
+class Model(nn.Module):
+    def __init__(self, vocab: int):
+        super().__init__()
+        self.embed = nn.Embedding(vocab, n_embd)
+        self.blocks = nn.ModuleList(Block() for _ in range(n_layer))
+        self.norm = nn.RMSNorm(n_embd, eps=norm_eps)
+        self.head = nn.Linear(n_embd, vocab, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        for name, table in zip(("cos", "sin"), rope_tables(block_size, n_embd // n_head)):
+            self.register_buffer(name, table, persistent=False)
+
+    def logits(self, tokens_BT: Tensor) -> Tensor:
+        """(B, T) ids to (B, T, V)."""
+        x_BTD, T = self.embed(tokens_BT), tokens_BT.size(1)
+        for block in self.blocks:
+            if activation_checkpointing and torch.is_grad_enabled():
+                x_BTD = torch.utils.checkpoint.checkpoint(block, x_BTD, self.cos[:T], self.sin[:T], use_reentrant=False)
+            else:
+                x_BTD = block(x_BTD, self.cos[:T], self.sin[:T])
+        return self.head(self.norm(x_BTD))
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        """Mean cross-entropy in nats, a scalar."""
+        return F.cross_entropy(self.logits(tokens_BT).flatten(0, 1).float(), targets_BT.flatten())
+
+
+# ======================================================================================================================
+# initialisation
+# ----------------------------------------------------------------------------------------------------------------------
+@torch.no_grad()
+def initialise(model: Model) -> None:
+    """Normal, plain or truncated, with init_std; gains 1."""
+    for name, p in model.named_parameters():
+        into_residual = name.endswith(("attn.proj.weight", "mlp.down.weight"))
+        if name.endswith(("norm1.weight", "norm2.weight", "norm.weight")):
+            nn.init.ones_(p)
+        elif into_residual or name.endswith(("embed.weight", "head.weight", *(f"attn.{x}.weight" for x in ("qkv", "q", "k", "v")),
+                                             "mlp.gate.weight", "mlp.up.weight")):
+            std = init_std / math.sqrt(2 * n_layer) if into_residual and init_residual else init_std
+            nn.init.trunc_normal_(p, std=std, a=-2 * std, b=2 * std) if init_truncated else nn.init.normal_(p, std=std)
+        else:
+            raise RuntimeError(f"no initialisation for parameter {name}")
+
+
+# ======================================================================================================================
+# optimizers
+# ----------------------------------------------------------------------------------------------------------------------
+def parameter_groups(model: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """Which parameter gets what, by module: matrices inside blocks, the other matrices (embedding, head), vectors (gains)."""
+    groups = {"matrices": {}, "embeddings": {}, "vectors": {}}
+    inside = {id(p) for p in model.blocks.parameters()}
+    for name, p in model.named_parameters():  # a tied parameter comes once
+        groups["vectors" if p.ndim < 2 else "matrices" if id(p) in inside else "embeddings"][name] = p
+    covered = [id(p) for group in groups.values() for p in group.values()]
+    if len(covered) != len(set(covered)) or set(covered) != {id(p) for p in model.parameters()}:
+        raise RuntimeError("the parameter groups do not cover the model exactly once")
+    return groups
+
+
+def build_optimizers(model: nn.Module, compiled: bool, ns_dtype: torch.dtype) -> list[torch.optim.Optimizer]:
+    groups = parameter_groups(model)
+    shared = dict(state_dtype=torch.bfloat16 if param_dtype == "bfloat16" else None, stochastic_rounding=stochastic_rounding,
+                  compile=compiled)
+    adam = [dict(params=list(groups["embeddings"].values()), lr=adam_lr, weight_decay=weight_decay),
+            dict(params=list(groups["vectors"].values()), lr=adam_lr, weight_decay=0.0)]
+    matrices = dict(params=list(groups["matrices"].values()), lr=learning_rate, weight_decay=weight_decay)
+    if optimizer == "adamw":
+        optimizers = [AdamW([matrices, *adam], betas=(adam_beta1, adam_beta2), eps=adam_eps, **shared)]
+    else:
+        optimizers = [Muon([matrices], variant=optimizer, momentum=momentum, gamma=gamma, beta2=beta2, eps=muon_eps, ns_steps=ns_steps,
+                           ns_eps=ns_eps, ns_dtype=ns_dtype, adjust_lr_fn=adjust_lr_fn, **shared),
+                      AdamW(adam, betas=(adam_beta1, adam_beta2), eps=adam_eps, **shared)]
+    for group in (group for opt in optimizers for group in opt.param_groups):
+        group["initial_lr"] = group["lr"]
+    return optimizers
+
+
+def parameter_table(model: nn.Module) -> str:
+    """Name, shape, count, optimizer, peak learning rate and weight decay of every parameter; equal layers share a line."""
+    rows: dict = {}
+    for kind, group in parameter_groups(model).items():
+        for name, p in group.items():
+            how = optimizer if kind == "matrices" else "adamw"
+            lr, decay = (learning_rate if kind == "matrices" else adam_lr), (0.0 if kind == "vectors" else weight_decay)
+            row = rows.setdefault((re.sub(r"\.\d+\.", ".*.", name), tuple(p.shape), how, lr, decay), [0])
+            row[0] += 1
+    return "\n".join(f"{name:28} {str(shape):>16} x{n[0]:<3} {how:14} lr {lr:<8g} weight_decay {decay:g}"
+                     for (name, shape, how, lr, decay), n in rows.items())
+
+
+# ======================================================================================================================
+# schedule
+# ----------------------------------------------------------------------------------------------------------------------
+def lr_factor(step: int) -> float:
+    """What both peak learning rates are multiplied by at update `step`, 0 to max_iters - 1."""
+    if step < warmup_iters:
+        return (step + 1) / warmup_iters
+    if schedule == "cosine":
+        done = (step - warmup_iters) / max(1, max_iters - warmup_iters)
+        return min_lr_frac + (1 - min_lr_frac) * 0.5 * (1 + math.cos(math.pi * done))
+    if schedule == "wsd" and (left := (max_iters - step) / max(1.0, decay_frac * max_iters)) < 1:
+        return min_lr_frac + (1 - min_lr_frac) * left
+    return 1.0
+
+
+# ======================================================================================================================
+# evaluation
+# ----------------------------------------------------------------------------------------------------------------------
+@torch.no_grad()
+def evaluate(logits, shards: Shards, where: torch.device, autocast, rank: int, world: int) -> tuple[float, float]:
+    """Mean cross-entropy (nats a token) and next-token accuracy on the first val_tokens tokens, all of them and always the same
+    ones, whatever the batch and the world size: each rank takes a part. logits: (B, T) ids to (B, T, V)."""
+    windows = np.arange(min(val_tokens // block_size, len(shards)))[rank::world]
+    sums = torch.zeros(3, dtype=torch.float64, device="cpu" if where.type == "mps" else where)  # loss, hits, tokens
+    for i in range(0, len(windows), micro_batch_size):
+        tokens = shards.read(windows[i:i + micro_batch_size])
+        x_BT, y_BT = to_device(np.resize(tokens, (micro_batch_size, block_size + 1)), where)  # one shape: one compiled graph
+        with autocast():
+            logits_NV = logits(x_BT).flatten(0, 1)[:len(tokens) * block_size]
+        y_N = y_BT.flatten()[:len(tokens) * block_size]
+        loss = F.cross_entropy(logits_NV.float(), y_N, reduction="sum")
+        sums += torch.stack([loss.double() if where.type != "mps" else loss.cpu().double(),
+                             (logits_NV.argmax(-1) == y_N).sum().to(sums), torch.tensor(y_N.numel()).to(sums)])
+    if world > 1:
+        dist.all_reduce(sums)
+    loss, hits, count = sums.tolist()
+    return loss / count, hits / count
+
+
+def flops_per_token(model: nn.Module) -> float:
+    """Of forward and backward, as in the PaLM paper's appendix B: 6 a matrix parameter, 12 L D T for attention."""
+    matrices = sum(p.numel() for p in model.parameters() if p.ndim > 1)
+    lookup = 0 if model.head.weight is model.embed.weight else model.embed.weight.numel()
+    return 6 * (matrices - lookup) + 12 * n_layer * n_embd * block_size
+
+
+PEAK_FLOPS = {  # dense bf16, one device, from the makers' data sheets; the first name that is part of the device's counts
+    "B200": 2250e12, "GH200": 989e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12,
+    "A800": 312e12, "H800": 989e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A10G": 70e12, "A10": 125e12, "A40": 150e12,
+    "A6000": 155e12, "RTX 5090": 209.5e12, "RTX 4090": 165.2e12, "RTX 3090": 71e12,
+}
+
+
+def peak_flops(where: torch.device) -> float | None:
+    name = torch.cuda.get_device_name(where) if where.type == "cuda" else ""
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+
+
+@torch.no_grad()
+def sample(model: nn.Module, tokenizer: str, eot: int, where: torch.device, autocast) -> str:
+    """sample_tokens tokens after an end of text, at temperature 0.8, decoded."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = [eot]
+    for _ in range(sample_tokens):
+        window = ids[-block_size:]
+        x_1T = torch.tensor([window + [0] * (min(block_size, sample_tokens) - len(window))], device=where)  # one shape
+        with autocast():
+            logits = model.logits(x_1T)[0, len(window) - 1].float().cpu()
+        ids.append(int(torch.multinomial(F.softmax(logits / 0.8, -1), 1, generator=generator)))
+    ids = [i for i in ids[1:] if i != eot]
+    if tokenizer == "bytes":
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+    if tokenizer == "gpt2":
+        try:
+            import tiktoken
+            return tiktoken.get_encoding("gpt2").decode([i for i in ids if i < 50257])
+        except Exception as error:  # not installed, or its vocabulary neither cached nor downloadable
+            print(f"the sample stays in token ids: {type(error).__name__} from tiktoken; see TIKTOKEN_CACHE_DIR", file=sys.stderr)
+    return " ".join(map(str, ids))
+
+
+# ======================================================================================================================
+# memory
+# ----------------------------------------------------------------------------------------------------------------------
+def memory_estimate(model: nn.Module, world: int) -> dict[str, float]:
+    """Bytes on one rank, from shapes alone (the model may be on the meta device)."""
+    width = 2 if param_dtype == "bfloat16" else 4
+    numbers, state = sum(p.numel() for p in model.parameters()), 0
+    for kind, group in parameter_groups(model).items():
+        buffers = VARIANTS[optimizer].state if kind == "matrices" and optimizer in VARIANTS else ("exp_avg", "exp_avg_sq")
+        for p in group.values():
+            state += sum(p.size(0) if name == "row_moment" else p.numel() for name in buffers) / (1 if kind == "vectors" else world)
+    tokens, act = micro_batch_size * block_size, 2 if dtype != "float32" else 4
+    ffn = max(p.size(0) for p in model.blocks.parameters() if p.ndim == 2)
+    block = tokens * (n_embd * (9 * act + 8) + ffn * 3 * act)  # norms, q k v y, residuals in fp32; the feed-forward's inner ones
+    kept = tokens * n_embd * 4 * n_layer + block if activation_checkpointing else block * n_layer
+    return {"parameters": numbers * width, "gradients": numbers * width, "optimizer": state * width,
+            "activations": kept + tokens * model.embed.weight.size(0) * (act + 8)}
+
+
+def check_memory(model: nn.Module, where: torch.device, world: int, local_world: int) -> None:
+    """Before anything large is allocated: does the estimate fit what is free?"""
+    if where.type == "cuda":
+        free = torch.cuda.mem_get_info(where)[0]
+    else:
+        try:
+            free = int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024 / local_world
+        except (OSError, TypeError):
+            return
+    parts = memory_estimate(model, world)
+    if (need := sum(parts.values())) > free:
+        gib = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in parts.items())
+        lower = ("--micro_batch_size" if parts["activations"] > need / 2 and micro_batch_size > 1 else
+                 "--activation_checkpointing=true or a smaller --block_size" if parts["activations"] > need / 2 else
+                 "--param_dtype=bfloat16, more ranks, or a smaller --n_layer and --n_embd")
+        raise UserError(f"about {need / 2**30:.1f} GiB are needed on {where} ({gib} GiB), {free / 2**30:.1f} GiB are free; "
+                        f"lower {lower}")
+
+
+# ======================================================================================================================
+# checkpoint
+# ----------------------------------------------------------------------------------------------------------------------
+MAY_CHANGE = {  # globals that a resumed run may set anew: they leave the mathematics as it is, but for rounding
+    "run_name", "resume", "allow_change", "log_dir", "checkpoint_dir", "data_dir", "check_shards", "micro_batch_size",
+    "activation_checkpointing", "log_interval", "eval_interval", "checkpoint_interval", "keep_checkpoints", "sample_tokens",
+    "device", "compile", "threads", "timeout_minutes", "max_skipped",
+}
+
+
+class Checkpoints:
+    """checkpoints/RUN/step_N.pt, and beside it step_N.json with its size and sha256, written after it: a checkpoint without a
+    matching json is unfinished or damaged. Both get a temporary name, fsync, rename. A thread writes while training goes on."""
+
+    def __init__(self, run: str):
+        self.folder, self.thread, self.failure = Path(checkpoint_dir) / run, None, None
+
+    def save(self, step: int, content: dict, val_loss: float | None) -> None:
+        """content: tensors already copied to host memory, and plain types."""
+        self.wait()
+        self.thread = threading.Thread(target=self._write, args=(step, content, val_loss))
+        self.thread.start()
+
+    def wait(self) -> None:
+        """Until the last save is on disk. A save that failed is told once, here; training goes on."""
+        if self.thread:
+            self.thread.join()
+        self.thread, failure, self.failure = None, self.failure, None
+        if failure:
+            raise UserError(f"could not save a checkpoint in {self.folder}: {failure}; free some space or set --checkpoint_dir; "
+                            "the checkpoints before it are intact")
+
+    def _write(self, step, content, val_loss):
+        path = self.folder / f"step_{step:08d}.pt"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            digest = replace(path, lambda f: torch.save(content, f))
+            replace(path.with_suffix(".json"), lambda f: f.write(json.dumps(
+                dict(step=step, val_loss=val_loss, size=path.stat().st_size, sha256=digest)).encode()))
+            self._remove_old()
+        except (OSError, RuntimeError) as error:  # torch.save wraps a full disk in a RuntimeError
+            self.failure = getattr(error, "strerror", None) or str(error).splitlines()[0]
+
+    def _remove_old(self):
+        notes = {path: json.loads(path.read_text()) for path in sorted(self.folder.glob("step_*.json"))}
+        scored = [path for path, note in notes.items() if note["val_loss"] is not None]
+        keep = {*list(notes)[-keep_checkpoints:], *sorted(scored, key=lambda path: notes[path]["val_loss"])[:1]}
+        for path in set(notes) - keep:
+            path.unlink()
+            path.with_suffix(".pt").unlink(missing_ok=True)
+
+    def load(self, which: str) -> dict | None:
+        """The checkpoint at a path, or for "auto" the newest good one of this run; None if there is none yet."""
+        if which != "auto":
+            path = Path(which)
+            if path.is_dir():
+                path = max(path.glob("step_*.pt"), default=path / "step_*.pt")
+            if not path.exists():
+                raise UserError(f"--resume={which}: there is no {path}; expected a file checkpoints/RUN/step_N.pt or such a folder")
+            if problem := damage(path):
+                raise UserError(f"--resume={which}: {path} {problem}; take an earlier one, or --resume=auto to do so by itself")
+            return torch.load(path, map_location="cpu", weights_only=True)
+        for path in sorted(self.folder.glob("step_*.pt"), reverse=True):
+            if problem := damage(path):
+                print(f"passing over {path}: it {problem}", file=sys.stderr)
+            else:
+                return torch.load(path, map_location="cpu", weights_only=True)
+        return None
+
+
+def damage(path: Path) -> str:
+    """What is wrong with a checkpoint, or "" if nothing is."""
+    try:
+        note = json.loads(path.with_suffix(".json").read_text())
+        if path.stat().st_size != note["size"]:
+            return f"has {path.stat().st_size} bytes, expected {note['size']}: it is truncated"
+        return "" if sha256(path) == note["sha256"] else "does not match its checksum: it is damaged"
+    except (OSError, ValueError, KeyError):
+        return "has no readable .json beside it: saving it was interrupted"
+
+
+def replace(path: Path, write) -> str:
+    """Writes a file whole or not at all; returns its sha256."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "wb") as f:
+            write(f)
+            f.flush()
+            os.fsync(f.fileno())
+        digest = sha256(temporary)
+        os.replace(temporary, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
+        return digest
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as f:
+        while piece := f.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def to_host(tree):
+    """A copy of nested dicts and lists with every tensor in host memory, detached from what training changes next."""
+    if isinstance(tree, Tensor):
+        return tree.detach().to("cpu", copy=True)
+    if isinstance(tree, dict):
+        return {key: to_host(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return [to_host(value) for value in tree]
+    return tree
+
+
+# ======================================================================================================================
+# main
+# ----------------------------------------------------------------------------------------------------------------------
+class Log:
+    """Prints, and on rank 0 appends to logs/RUN.txt, a line at a time."""
+
+    def __init__(self, path: Path, rank: int, head: str | None):
+        self.path, self.file = path, None
+        if rank == 0:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self.file = open(path, "a", encoding="utf-8", buffering=1, newline="\n")
+                if head is not None:
+                    self.file.write(head)
+            except OSError as error:
+                raise UserError(f"cannot write {path}: {error.strerror}; expected a writable folder; set --log_dir") from None
+
+    def __call__(self, line: str) -> None:
+        if self.file:
+            print(line, flush=True)
+            try:
+                self.file.write(line + "\n")
+            except OSError as error:
+                raise UserError(f"cannot write {self.path}: {error.strerror}; free some space, then go on with --resume=auto") from None
+
+
+def source(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def log_head(run: str, environment: dict) -> str:
+    """The source of this script and of optim.py, the environment, every global as the flag that repeats it; lines of = between."""
+    bar = "=" * 100 + "\n"
+    script, optim = Path(__file__), Path(sys.modules[Muon.__module__].__file__)
+    facts = "".join(f"{key}: {value}\n" for key, value in {"script": script.name, "run_name": run, **environment}.items())
+    flags = "".join(f"--{name}={globals()[name]}\n" for name in GLOBALS)
+    return source(script) + bar + source(optim) + bar + facts + flags + bar
+
+
+def agree(facts: dict[str, str], where: torch.device, rank: int, world: int) -> None:
+    """All ranks must have the same globals, code, data and torch; else each says in what it differs from rank 0."""
+    mine = torch.tensor([list(hashlib.sha256(fact.encode()).digest()) for fact in facts.values()], dtype=torch.uint8, device=where)
+    everyone = [torch.empty_like(mine) for _ in range(world)]
+    dist.all_gather(everyone, mine)
+    for r, other in enumerate(everyone):
+        if differing := [name for name, a, b in zip(facts, everyone[0], other) if not torch.equal(a, b)]:
+            raise UserError(f"rank {r} differs from rank 0 in its {', '.join(differing)}; start all ranks from the same files, data and "
+                            "command")
+
+
+def fast_bf16(where: torch.device) -> bool:
+    if where.type == "cuda":
+        return torch.cuda.get_device_capability(where) >= (8, 0)
+    try:
+        return where.type == "cpu" and bool(re.search(r"\b(avx512_bf16|amx_bf16)\b", Path("/proc/cpuinfo").read_text()))
+    except OSError:
+        return False
+
+
+def seconds(value: float) -> str:
+    return f"{value:.0f}s" if value < 600 else f"{value / 60:.0f}min" if value < 36000 else f"{value / 3600:.1f}h"
+
+
+def train(stop: dict) -> dict:
+    """One run, from globals to checkpoint; returns its last figures. stop["signal"] set from outside ends it after an update."""
+    # ---- ranks and device
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank, local_world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    kind = device or ("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu")
+    if kind.startswith("cuda") and not torch.cuda.is_available() or kind == "mps" and not torch.backends.mps.is_available():
+        raise UserError(f"--device={kind}: this torch ({torch.__version__}) finds no such device; use --device=cpu")
+    where = torch.device("cuda", local_rank) if kind == "cuda" else torch.device(kind)
+    if batch_size % (micro_batch_size * world):
+        fits = max(m for m in range(1, micro_batch_size + 1) if batch_size % (m * world) == 0) if batch_size % world == 0 else 0
+        raise UserError(f"--batch_size={batch_size} is not a multiple of --micro_batch_size={micro_batch_size} x {world} ranks; " + (
+            f"use --micro_batch_size={fits}" if fits else f"use --batch_size={max(1, batch_size // (micro_batch_size * world)) * micro_batch_size * world}"))
+    accumulate = batch_size // (micro_batch_size * world)
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+        torch.backends.cuda.matmul.allow_tf32 = True
+    elif where.type == "cpu":
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(threads or max(1, cores // local_world))
+
+    # ---- data and model: everything that can be wrong is found before anything is written
+    train_shards = Shards(dataset, "train", rank, world)
+    val_shards = Shards(val_dataset or dataset, "val", rank, world)
+    if val_shards.vocab != train_shards.vocab:
+        raise UserError(f"--val_dataset={val_dataset} has a vocabulary of {val_shards.vocab} ids, {dataset} one of {train_shards.vocab}: "
+                        "prepare both with the same tokenizer")
+    vocab = vocab_size or -(-train_shards.vocab // 64) * 64
+    tokenizer = {257: "bytes", 50257: "gpt2", 32000: "llama2"}.get(train_shards.vocab, "")
+    with torch.device("meta"):
+        shape_only = Model(vocab)
+    check_memory(shape_only, where, world, local_world)
+    if world > 1:
+        dist.init_process_group("nccl" if where.type == "cuda" else "gloo", timeout=timedelta(minutes=timeout_minutes))
+        local = {"resume", "run_name", "device", "threads"}
+        script, optim = Path(__file__), Path(sys.modules[Muon.__module__].__file__)
+        agree({"globals": str({name: globals()[name] for name in GLOBALS if name not in local}), "code": source(script) + source(optim),
+               "data": train_shards.checksum + val_shards.checksum, "torch version": torch.__version__}, where, rank, world)
+    torch.manual_seed(seed)
+    raw = Model(vocab)
+    initialise(raw)
+    raw.to(where, torch.bfloat16 if param_dtype == "bfloat16" else torch.float32)
+    for name, table in zip(("cos", "sin"), rope_tables(block_size, n_embd // n_head, where)):
+        setattr(raw, name, table)  # angles stay in fp32
+    fast = fast_bf16(where)
+    bf16 = dtype == "bfloat16" or dtype == "auto" and fast or param_dtype == "bfloat16"
+    autocast = (lambda: torch.autocast(where.type, torch.bfloat16)) if bf16 else contextlib.nullcontext
+    optimizers = build_optimizers(raw, compile, torch.bfloat16 if fast or where.type != "cpu" else torch.float32)
+
+    # ---- run name, checkpoint, log
+    started = datetime.now()
+    stem = f"{preset}-{optimizer}-seed{seed}"
+    run = run_name or (stem if resume == "auto" else Path(resume).resolve().parent.name if resume and Path(resume).is_file() else
+                       Path(resume).name if resume else f"{stem}-{started:%Y%m%d-%H%M%S}")
+    log_path, checkpoints = Path(log_dir) / f"{run}.txt", Checkpoints(run)
+    saved = checkpoints.load(resume) if resume else None
+    if not resume and (log_path.exists() or checkpoints.folder.exists()):
+        raise UserError(f"a run {run} exists already ({log_path}, {checkpoints.folder}); choose another --run_name, or go on with --resume=auto")
+    facts = dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__, platform=platform.platform(),
+                 device=torch.cuda.get_device_name(where) if where.type == "cuda" else f"{where.type} {cpu_name()}, {torch.get_num_threads()} threads",
+                 world_size=world, dtype_used="bfloat16 autocast" if bf16 else "float32", started=started.isoformat(timespec="seconds"),
+                 train_tokens=train_shards.tokens, val_tokens_used=min(val_tokens // block_size, len(val_shards)) * block_size,
+                 data_checksum=f"{train_shards.checksum}-{val_shards.checksum}", vocab=vocab,
+                 params=sum(p.numel() for p in raw.parameters()), flops_per_token=f"{flops_per_token(raw):.0f}")
+    log = Log(log_path, rank, None if log_path.exists() else log_head(run, facts))
+    if rank == 0:
+        print(f"{run}: {facts['params'] / 1e6:.2f} M parameters, {facts['device']}, {facts['dtype_used']}, {world} ranks x {accumulate} "
+              f"micro-batches x {micro_batch_size} x {block_size} tokens an update; {max_iters * batch_size * block_size / train_shards.tokens:.2f} "
+              f"epochs of {dataset}\n{parameter_table(raw)}", flush=True)
+    step, train_time, skipped = 0, 0.0, 0
+    if saved:
+        changed = [f"{name} ({saved['globals'][name]} then, {globals()[name]} now)" for name in GLOBALS
+                   if name not in MAY_CHANGE and saved["globals"].get(name) != globals()[name]]
+        changed += ["the data (another checksum)"] if saved["data"] != facts["data_checksum"] else []
+        if changed and not allow_change:
+            raise UserError(f"--resume: the checkpoint was made with other values of {', '.join(changed)}; give the same, or --allow_change=true")
+        raw.load_state_dict(saved["model"])
+        step, train_time, skipped = saved["step"], saved["train_time"], saved["skipped"]
+
+    # ---- compilation, outside the clock: an update at learning rate 0 changes no parameter, its state is dropped
+    model, logits = raw, raw.logits
+    if compile:
+        model, logits = torch.compile(raw, dynamic=False), torch.compile(raw.logits, dynamic=False)
+    synchronize = (lambda: torch.cuda.synchronize(where)) if where.type == "cuda" else (lambda: None)
+    compile_start = time.perf_counter()
+    try:
+        with warnings.catch_warnings():
+            validate = lambda: evaluate(logits, val_shards, where, autocast, rank, world)
+            val_loss, val_acc = validate()
+    except torch._dynamo.exc.TorchDynamoException as error:
+        if rank == 0:
+            print(f"runs uncompiled, so slower: torch.compile failed ({type(error).__name__}); install a C++ compiler, or pass --compile=false",
+                  file=sys.stderr)
+        model, logits = raw, raw.logits
+        for group in (group for opt in optimizers for group in opt.param_groups):
+            group["compile"] = False
+        val_loss, val_acc = validate()
+    if step == 0:
+        log(f"step:0/{max_iters} val_loss:{val_loss:.5f} train_time:0.000s val_acc:{val_acc:.4f}")
+    parallel = model
+    if world > 1:
+        parallel = DDP(model, device_ids=[local_rank] if where.type == "cuda" else None, gradient_as_bucket_view=True, broadcast_buffers=False)
+    parameters = [p for p in raw.parameters()]
+
+    def gradient(step: int) -> Tensor:
+        """Leaves the mean gradient of update `step`'s batch in .grad; returns its mean loss on this rank."""
+        total = torch.zeros((), device=where)
+        for k in range(accumulate):
+            first = (k * world + rank) * micro_batch_size
+            x_BT, y_BT = to_device(train_shards.batch(step, range(first, first + micro_batch_size)), where)
+            last = k == accumulate - 1
+            with contextlib.nullcontext() if last or world == 1 else parallel.no_sync():  # forward included
+                with autocast():
+                    loss = parallel(x_BT, y_BT) / accumulate
+                loss.backward()
+            total += loss.detach()
+        return total
+
+    def clip() -> Tensor:
+        """Scales the gradient to a global norm of at most grad_clip; makes it NaN, which optimizers skip, if the norm is not finite."""
+        grads = [p.grad for p in parameters if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads)
+        scale = torch.where(norm.isfinite(), (grad_clip / (norm + 1e-6)).clamp(max=1) if grad_clip else torch.ones_like(norm), math.nan)
+        torch._foreach_mul_(grads, scale)
+        return norm
+
+    def optimize(factor: float) -> None:
+        for opt in optimizers:
+            for group in opt.param_groups:
+                group["lr"] = group["initial_lr"] * factor
+            opt.step()
+            opt.zero_grad(set_to_none=True)
+
+    gradient(step)
+    clip()
+    optimize(0.0)
+    for opt in optimizers:
+        opt.state.clear()
+    if saved:
+        for opt, state in zip(optimizers, saved["optimizers"]):
+            now = [{key: value for key, value in group.items() if key != "params"} for group in opt.param_groups]
+            opt.load_state_dict(state)
+            for group, values in zip(opt.param_groups, now):
+                group.update(values)  # hyperparameters are this run's
+        torch.set_rng_state(saved["rng"])
+        log(f"resumed:step:{step} world_size:{world}")
+    else:
+        torch.manual_seed(seed)
+    del saved
+    synchronize()
+    compile_time = time.perf_counter() - compile_start
+
+    # ---- the loop
+    figures = dict(loss=math.nan, norm=math.nan, stop=False)  # of the newest update that was looked at
+    unread, in_a_row, last_finite = [], 0, None
+    session = mark = (step, train_time)
+    peak, clock = peak_flops(where), time.perf_counter()
+
+    def look() -> None:
+        """Reads loss, gradient norm and stop flag of the updates launched so far; stops a run that has gone wrong."""
+        nonlocal in_a_row, last_finite, skipped
+        for at, stats, event in unread:
+            if event:
+                event.synchronize()
+            figures["loss"], figures["norm"], stop_votes = stats.tolist()
+            figures["stop"] = figures["stop"] or stop_votes > 0
+            if not math.isfinite(figures["loss"]):
+                raise UserError(f"the loss of update {at} is {figures['loss']}, the last finite one was "
+                                f"{'none' if last_finite is None else f'{last_finite:.4f}'}; try a lower --learning_rate and --adam_lr, "
+                                "more --warmup_iters or --dtype=float32, from the last checkpoint with --resume")
+            last_finite = figures["loss"]
+            finite = math.isfinite(figures["norm"])
+            skipped, in_a_row = skipped + (not finite), 0 if finite else in_a_row + 1
+            if in_a_row >= max_skipped:
+                raise UserError(f"the gradient was not finite in {in_a_row} updates in a row, up to update {at}; the weights are as before "
+                                "them; try a lower --learning_rate or --dtype=float32")
+        unread.clear()
+
+    def progress() -> str:
+        rate = (step - mark[0]) * batch_size * block_size / max(1e-9, train_time - mark[1])
+        pace = (train_time - session[1]) / max(1, step - session[0])
+        mfu = f"{rate * flops_per_token(raw) / (peak * world):.3f}" if peak else "n/a"
+        return (f"train_loss:{figures['loss']:.5f} lr:{learning_rate * lr_factor(step - 1):.6g} grad_norm:{figures['norm']:.4f} "
+                f"tokens_per_s:{rate:.0f} mfu:{mfu}" + (f" skipped:{skipped}" if skipped else "") + f" time_left:{seconds(pace * (max_iters - step))}")
+
+    def save() -> None:
+        states = [opt.state_dict() for opt in optimizers]  # every rank takes part
+        if rank == 0:
+            checkpoints.save(step, dict(
+                script=Path(__file__).name, model=to_host(raw.state_dict()), optimizers=to_host(states), step=step, train_time=train_time,
+                skipped=skipped, sequences=step * batch_size, rng=torch.get_rng_state(), globals={name: globals()[name] for name in GLOBALS},
+                data=facts["data_checksum"], vocab=vocab, tokenizer=tokenizer, eot=train_shards.eot, torch=torch.__version__,
+                source=hashlib.sha256((source(Path(__file__))).encode()).hexdigest()), val_loss)
+
+    def times() -> str:
+        return f"train_time:{train_time:.3f}s" + (f" step_avg:{1000 * train_time / step:.2f}ms" if step else "")
+
+    while step < max_iters:
+        if stochastic_rounding:
+            torch.manual_seed(hash((seed, step, rank)) & 0x7FFFFFFF)  # whatever the run was resumed from
+        loss = gradient(step)
+        norm = clip()
+        stats = torch.stack([loss / world, norm.to(loss) / world, torch.tensor(float(stop["signal"] is not None)).to(loss)])
+        if world > 1:
+            dist.all_reduce(stats)
+        if where.type == "cuda":  # read while the next update runs
+            optimize(lr_factor(step))
+            look()
+            host, event = torch.empty(3, pin_memory=True).copy_(stats, non_blocking=True), torch.cuda.Event()
+            event.record()
+            unread.append((step, host, event))
+        else:
+            unread.append((step, stats, None))
+            look()
+            if math.isfinite(figures["norm"]):
+                optimize(lr_factor(step))
+            else:
+                for opt in optimizers:
+                    opt.zero_grad(set_to_none=True)
+        step += 1
+        validating = step % eval_interval == 0 or step == max_iters
+        logging = step % log_interval == 0 or step == max_iters
+        if not (validating or logging or figures["stop"] or step % checkpoint_interval == 0):
+            continue
+        look()
+        synchronize()
+        train_time += time.perf_counter() - clock
+        if validating:
+            val_loss, val_acc = validate()
+            log(f"step:{step}/{max_iters} val_loss:{val_loss:.5f} {times()} val_acc:{val_acc:.4f} {progress()}")
+        elif logging:
+            log(f"step:{step}/{max_iters} {times()} {progress()}")
+        mark = (step, train_time)
+        if figures["stop"] or step % checkpoint_interval == 0 or step == max_iters:
+            save()
+        if figures["stop"] and step < max_iters:
+            checkpoints.wait()
+            log(f"stopped after update {step} by {stop['signal'] or 'a signal to another rank'}; go on with --run_name={run} --resume=auto")
+            break
+        synchronize()
+        clock = time.perf_counter()
+    else:
+        checkpoints.wait()
+        memory = torch.cuda.max_memory_allocated(where) if where.type == "cuda" else peak_rss()
+        state = sum(t.numel() * t.element_size() for opt in optimizers for s in opt.state.values() for t in s.values() if isinstance(t, Tensor))
+        rate = (step - session[0]) * batch_size * block_size / max(1e-9, train_time - session[1])
+        log(f"final val_loss:{val_loss:.5f} val_ppl:{math.exp(min(val_loss, 700)):.4f} val_acc:{val_acc:.4f} {times()} tokens_per_s:{rate:.0f} "
+            f"peak_memory_mib:{memory / 2**20:.0f} optimizer_state_mib:{state / 2**20:.1f} compile_time:{compile_time:.1f}s")
+        if rank == 0 and sample_tokens:
+            log("sample: " + sample(raw, tokenizer, train_shards.eot, where, autocast))
+        if rank == 0:
+            print(f"log: {log_path}\ncheckpoint: {checkpoints.folder}")
+    if world > 1:
+        dist.destroy_process_group()
+    return dict(run=run, log=log_path, step=step, val_loss=val_loss, val_acc=val_acc, train_time=train_time, loss=figures["loss"])
+
+
+def peak_rss() -> int:
+    import resource
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def cpu_name() -> str:
+    try:
+        return re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())[1]
+    except (OSError, TypeError):
+        return platform.processor()
+
+
+def main(argv: list[str]) -> dict:
+    configure(argv)
+    stop = {"signal": None}
+
+    def remember(number, frame):
+        if stop["signal"]:
+            raise KeyboardInterrupt  # a second one does not wait for the update
+        stop["signal"] = signal.Signals(number).name
+
+    before = {number: signal.signal(number, remember) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        return train(stop)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def cli() -> int:
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(usage())
+        return 0
+    try:
+        main(sys.argv[1:])
+        return 0
+    except UserError as error:
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(2)  # the same mistake is found on every rank: the first tells it
+        else:
+            print(f"{Path(__file__).name}: error: {error}", file=sys.stderr, flush=True)
+        return 1
+    except KeyboardInterrupt:
+        print(f"{Path(__file__).name}: interrupted; the last checkpoint is intact", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(cli())
