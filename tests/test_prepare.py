@@ -1,0 +1,878 @@
+"""
+prepare.py: what is in the shards against an independent reading of the same files; the bytes after an interruption, of any
+number of workers and from a Hub served on loopback; what bad input gets.
+
+gpt2 and llama2 need files that are not in the repository; without these variables their tests are skipped:
+  TIKTOKEN_CACHE_DIR=FOLDER LLAMA2_TOKENIZER=FOLDER/tokenizer.model python -m pytest tests/test_prepare.py
+PREPARE_SLOW_TESTS=1 runs the memory test of gpt2 on 300 MB instead of 24 MB.
+"""
+import contextlib
+import errno
+import gzip
+import http.server
+import json
+import os
+import pathlib
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+import urllib.parse
+
+import numpy as np
+import pytest
+
+import prepare
+
+SCRIPT = os.path.abspath(prepare.__file__)
+LLAMA2 = os.environ.get("LLAMA2_TOKENIZER")
+needs_gpt2 = pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="TIKTOKEN_CACHE_DIR is not set")
+needs_llama2 = pytest.mark.skipif(not LLAMA2, reason="LLAMA2_TOKENIZER (path of tokenizer.model) is not set")
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def run(*args, timeout=120, **env):
+    """prepare.py in a process of its own."""
+    return subprocess.run([sys.executable, SCRIPT, *args], capture_output=True, text=True, timeout=timeout,
+                          env={**os.environ, **env})
+
+
+def text(*inputs, name="mine", tokenizer="bytes", workers="1", **options):
+    """prepare.py text in this process."""
+    flags = [f"--{key}={value}" for key, value in options.items()]
+    prepare.main(["text", "--input", *map(str, inputs), "--name", name, "--tokenizer", tokenizer, "--workers", workers, *flags])
+
+
+def tokens(name, split):
+    """A split as modded-nanogpt's loader reads it: three header words, then uint16."""
+    found = []
+    for path in sorted(pathlib.Path("data", name).glob(f"{name}_{split}_*.bin")):
+        header = np.fromfile(path, "<i4", 256)
+        assert header[0] == 20240520 and header[1] == 1
+        found.append(np.fromfile(path, "<u2", offset=1024))
+        assert len(found[-1]) == header[2]
+    return np.concatenate(found) if found else np.array([], dtype="<u2")
+
+
+def documents(name, split, eot=256):
+    """The split's documents, each without its end of text."""
+    ids = tokens(name, split)
+    assert len(ids) == 0 or ids[-1] == eot
+    return [part[part != eot].tolist() for part in np.split(ids, np.flatnonzero(ids == eot)[:-1] + 1)] if len(ids) else []
+
+
+def texts(name, split):
+    return [bytes(document).decode() for document in documents(name, split)]
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in pathlib.Path(folder).iterdir()}
+
+
+def write(path, data):
+    path = pathlib.Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data.encode() if isinstance(data, str) else data)
+    return path
+
+
+def write_parquet(path, rows, group=7):
+    import pyarrow
+    import pyarrow.parquet
+    pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
+    table = pyarrow.table({"id": list(range(len(rows))), "text": rows, "score": [0.5] * len(rows)})
+    pyarrow.parquet.write_table(table, path, row_group_size=group)
+
+
+def write_zst(path, data):
+    import pyarrow
+    pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with pyarrow.output_stream(str(path), compression="zstd") as f:
+        f.write(data)
+
+
+def jsonl(rows, **more):
+    return "".join(json.dumps({"id": i, "text": row, **more}) + "\n" for i, row in enumerate(rows)).encode()
+
+
+def sentences(n, seed=0, length=300):
+    """n documents of words, punctuation, numbers and letters of other alphabets."""
+    rng = random.Random(seed)
+    words = ["the", "quick", "don't", "x1", "naïve", "日本語", "3.14", "…", "\n", "  ", "🙂", "Ω", "<|endoftext|>", "</s>", "I'll"]
+    return [" ".join(rng.choices(words, k=rng.randint(1, length))) + f" {seed}.{i}" for i in range(n)]
+
+
+# -----------------------------------------------------------------------------------------------------------------------
+# The default dataset
+
+def test_default_is_the_standard_library():
+    out = run()
+    assert out.returncode == 0, out.stderr
+    assert out.stdout.splitlines()[-1] == "next: torchrun --standalone --nproc_per_node=1 train_gpt.py"
+    root = pathlib.Path(sysconfig.get_paths()["stdlib"])
+    expected = []
+    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
+        if not {"site-packages", "dist-packages", "__pycache__"} & set(path.relative_to(root).parts):
+            with contextlib.suppress(UnicodeDecodeError):
+                expected.append(path.read_bytes().decode())
+    train, val = texts("pysrc", "train"), texts("pysrc", "val")
+    rest = iter(val)
+    following, merged = next(rest), iter(train)
+    for document in expected:  # both splits are in order and nothing is lost
+        if document == following:
+            following = next(rest, None)
+        else:
+            assert document == next(merged)
+    assert following is None and next(merged, None) is None
+    assert 0.01 < len(val) / len(expected) < 0.03
+    manifest = json.loads(pathlib.Path("data/pysrc/manifest.json").read_text())
+    assert manifest["vocab_size"] == 257 and manifest["eot"] == 256 and manifest["tokenizer"] == "bytes"
+    assert manifest["splits"]["val"] == {"tokens": len(tokens("pysrc", "val")), "documents": len(val),
+                                         "bytes": sum(len(document.encode()) for document in val)}
+    header = np.fromfile("data/pysrc/pysrc_train_000001.bin", "<u4", 256)
+    assert header[3:].tolist() == [257, 256, int(manifest["shards"][0]["crc32"], 16), 1] + [0] * 249
+    assert sorted(os.listdir("data")) == ["pysrc"] and len(os.listdir("data/pysrc")) == 3
+
+    first = contents("data/pysrc")
+    again = run()
+    assert again.returncode == 0 and "complete already" in again.stdout and contents("data/pysrc") == first
+    os.rename("data", "two_workers")
+    prepare.main(["--workers", "1"])
+    assert contents("data/pysrc") == first
+
+
+def test_import_does_nothing():
+    out = subprocess.run([sys.executable, "-c", "import prepare"], capture_output=True, text=True,
+                         env={**os.environ, "PYTHONPATH": os.path.dirname(SCRIPT)})
+    assert out.returncode == 0 and out.stdout + out.stderr == "" and os.listdir(".") == []
+
+
+# -----------------------------------------------------------------------------------------------------------------------
+# Ids against the tokenizers' own libraries
+
+def reference(tokenizer):
+    if tokenizer == "gpt2":
+        import tiktoken
+        return tiktoken.get_encoding("gpt2").encode_ordinary
+    import sentencepiece
+    return sentencepiece.SentencePieceProcessor(model_file=LLAMA2).encode
+
+
+TOKENIZERS = [pytest.param("gpt2", 50256, marks=needs_gpt2), pytest.param("llama2", 2, marks=needs_llama2)]
+
+
+def encode(tokenizer, document):
+    encoder = prepare.load_tokenizer(tokenizer, LLAMA2).encode
+    return [int(i) for n, piece in enumerate(prepare.pieces(document)) for i in encoder(piece, n == 0)]
+
+
+@pytest.mark.parametrize("tokenizer, eot", TOKENIZERS)
+def test_pieces_do_not_change_the_ids(tokenizer, eot, monkeypatch):
+    monkeypatch.setattr(prepare, "PIECE", 30)
+    atoms = ["a", "the", " the", "'s", "'", "'ll", "1", "23", " ", "   ", "\n", "\n\n", "\t", "\r\n", "\u00a0", "\u3000", "\u2003", "\u2581",
+             "é", "日本", "。", "🙂", "<|endoftext|>", "</s>", "<0x0A>", "-", "--", "_", "\0", "\x1c", "\x85", "½", "\u0301", "\u2028"]
+    rng, cuts, expected = random.Random(1), 0, reference(tokenizer)
+    for _ in range(4000):
+        document = "".join(rng.choices(atoms, k=rng.randint(1, 200)))
+        assert "".join(prepare.pieces(document)) == document
+        assert encode(tokenizer, document) == expected(document), repr(document)
+        cuts += len(prepare.pieces(document)) - 1
+    assert cuts > 4000
+
+
+@pytest.mark.parametrize("tokenizer, eot", TOKENIZERS)
+def test_a_large_text_is_encoded_in_parts_with_the_ids_of_the_whole(tokenizer, eot, monkeypatch):
+    monkeypatch.setattr(prepare, "UNIT", 3000)
+    document = "".join(sentences(100, seed=5))
+    write("in/a.txt", document)
+    write("in/b.txt", "b")  # shares the corpus, so that a.txt stays one document
+    text("in", tokenizer=tokenizer, tokenizer_file=LLAMA2)
+    both = documents("mine", "train", eot) + documents("mine", "val", eot)
+    assert sorted(both, key=len)[-1] == reference(tokenizer)(document)
+    assert len(both) == 2
+
+
+@needs_gpt2
+@pytest.mark.parametrize("run_of", ["a", " ", "\n", "=", "7", "字", "_-", "\u3000"])
+def test_long_runs_of_one_character(run_of):
+    import tiktoken
+    document = "x " + run_of * (1_000_000 // len(run_of)) + " y"
+    began = time.monotonic()
+    ids = encode("gpt2", document)
+    assert time.monotonic() - began < 10
+    assert tiktoken.get_encoding("gpt2").decode(ids) == document
+    assert max(map(len, prepare.pieces(document))) <= 2 * prepare.PIECE
+    document = "x " + run_of * (prepare.RUN // len(run_of) // 2) + " y"  # not long: the tokenizer's own
+    assert encode("gpt2", document) == tiktoken.get_encoding("gpt2").encode_ordinary(document)
+
+
+@pytest.mark.parametrize("tokenizer, eot", TOKENIZERS)
+def test_every_kind_of_file(tokenizer, eot, tmp_path):
+    rows = {kind: sentences(30, seed) for seed, kind in enumerate(["parquet", "jsonl", "gz", "zst", "c4"])}
+    whole = {name: sentences(1, seed=name)[0] for name in ("a.txt", "b.md", "sub/c.py")}
+    for name, document in whole.items():
+        write(f"in/{name}", document)
+    write("in/ignored.png", b"\x89\xff")
+    write_parquet("in/d.parquet", rows["parquet"])
+    write("in/e.jsonl", jsonl(rows["jsonl"]) + b"\n  \n")
+    write("in/f.jsonl.gz", gzip.compress(jsonl(rows["gz"])))
+    write_zst("in/g.jsonl.zst", jsonl(rows["zst"], nested={"a": [1, {"b": None}]}))
+    write("in/h.json.gz", gzip.compress(jsonl(rows["c4"])))
+    text("in", tokenizer=tokenizer, tokenizer_file=LLAMA2, val_fraction=0.2)
+    expected = [whole["a.txt"], whole["b.md"], *(row for kind in rows.values() for row in kind), whole["sub/c.py"]]
+    train, val = documents("mine", "train", eot), documents("mine", "val", eot)
+    assert 10 < len(val) < 60
+    position = 0
+    for document in map(reference(tokenizer), expected):
+        if val and document == val[0]:
+            val.pop(0)
+        else:
+            assert document == train[position]
+            position += 1
+    assert not val and position == len(train)
+    total = json.loads(pathlib.Path("data/mine/manifest.json").read_text())["splits"]
+    assert total["train"]["bytes"] + total["val"]["bytes"] == sum(len(document.encode()) for document in expected)
+    prepare.main(["verify", "mine"])
+
+
+# -----------------------------------------------------------------------------------------------------------------------
+# Splits, shards, units
+
+def test_bytes_are_the_same_for_any_number_of_workers_and_units():
+    write("in/a.txt", "".join(sentences(200)))
+    write("in/b.jsonl", jsonl(sentences(500, 1)))
+    write_parquet("in/c.parquet", sentences(500, 2))
+    out = run("text", "--input", "in", "--name", "mine", "--workers", "3")
+    assert out.returncode == 0, out.stderr
+    three = contents("data/mine")
+    shutil.rmtree("data")
+    text("in")
+    assert contents("data/mine") == three
+
+
+def test_units_do_not_change_the_documents(monkeypatch):
+    rows = sentences(300, 3)
+    write("in/b.jsonl", jsonl(rows))
+    write_parquet("in/c.parquet", rows)
+    text("in", name="whole")
+    monkeypatch.setattr(prepare, "UNIT", 2000)
+    text("in", name="parts")
+    for split in ("train", "val"):
+        assert np.array_equal(tokens("whole", split), tokens("parts", split))
+    val = texts("parts", "val")
+    assert len(val) > 3 and all(val.count(row) == 2 for row in val if row != rows[0])  # chosen by text: copies stay together
+
+
+def test_shards_are_cut_at_a_fixed_size(monkeypatch):
+    write("in/a.jsonl", jsonl(sentences(50)))
+    text("in", name="one")
+    monkeypatch.setattr(prepare, "SHARD_TOKENS", 1000)
+    monkeypatch.setattr(prepare, "UNIT", 700)
+    text("in", name="many")
+    for split in ("train", "val"):
+        assert np.array_equal(tokens("one", split), tokens("many", split))
+    names = sorted(path.name for path in pathlib.Path("data/many").glob("*.bin"))
+    assert names[0] == "many_train_000001.bin" and "many_val_000000.bin" in names and len(names) > 10
+    assert all(os.path.getsize(f"data/many/{name}") == 3024 for name in names[:-3])
+    prepare.main(["verify", "many"])
+
+
+def test_a_small_corpus_has_a_validation_split():
+    write("one.txt", "word " * 1000)
+    text("one.txt", name="one")
+    assert 0.01 < len(tokens("one", "val")) / len(tokens("one", "train")) < 0.03
+    assert "".join(texts("one", "train") + texts("one", "val")) == "word " * 1000
+    for i in range(5):
+        write(f"few/{i}.md", f"document {i}")
+    text("few", name="few")
+    assert len(texts("few", "val")) == 1 and len(texts("few", "train")) == 4
+    write("r.jsonl", jsonl(["first", "second"]))
+    text("r.jsonl", name="records")
+    assert texts("records", "val") == ["first"] and texts("records", "train") == ["second"]
+    text("few", name="all", val_fraction=0)
+    assert len(texts("all", "train")) == 5 and texts("all", "val") == []
+
+
+def test_half_a_surrogate_pair_becomes_a_replacement_character():
+    write("r.jsonl", b'{"text": "a\\ud800b"}\n{"text": "\\ud83d\\ude42"}\n{"text": ""}\n')
+    text("r.jsonl")
+    assert texts("mine", "val") == ["a\ufffdb"] and texts("mine", "train") == ["🙂", ""]
+
+
+def test_the_permutation_is_that_of_datasets():
+    datasets = pytest.importorskip("datasets")
+    split = datasets.Dataset.from_dict({"i": range(5000)}).train_test_split(test_size=0.0105, seed=2357, shuffle=True)
+    assert prepare.val_documents("drawn", 2357, 0.0105, 5000).tolist() == sorted(split["test"]["i"])
+    assert len(prepare.val_documents("drawn", 2357, 0.0005, 8_013_769)) == 4007  # nanoGPT's val.bin
+
+
+# -----------------------------------------------------------------------------------------------------------------------
+# Interruptions
+
+def many_files(n=40):
+    for i in range(n):
+        write(f"in/{i:03}.jsonl.gz", gzip.compress(jsonl(sentences(20, i))))  # a unit each
+
+
+def test_killed_at_random_moments(monkeypatch):
+    many_files()
+    text("in", name="mine")
+    whole = contents("data/mine")
+    shutil.rmtree("data")
+    rng, kills, state, reached = random.Random(0), 0, pathlib.Path("data/mine.partial/state.json"), []
+    while kills < 12:
+        process = subprocess.Popen([sys.executable, SCRIPT, "text", "--input", "in", "--name", "mine", "--workers", "12"[kills % 6 == 0]],
+                                   stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        began, goal = time.monotonic(), (reached[-1] if reached else 0) + rng.randint(0, 4)
+        while process.poll() is None and time.monotonic() - began < 20:
+            if (json.loads(state.read_text())["at"][0] if state.exists() else 0) >= goal:
+                time.sleep(rng.random() * 0.02)
+                break
+            time.sleep(0.001)
+        process.send_signal(signal.SIGKILL)
+        error = process.communicate()[1].decode()
+        assert "error" not in error and "Traceback" not in error
+        kills += 1
+        reached.append(json.loads(state.read_text())["at"][0] if state.exists() else 0)
+        if os.path.exists("data/mine"):  # it was done before the blow: once more from the start
+            assert contents("data/mine").items() >= whole.items()
+            shutil.rmtree("data")
+            reached = []
+        else:
+            assert reached == sorted(reached)  # nothing that was finished is done again
+    text("in", name="mine")
+    assert contents("data/mine") == whole
+
+
+@pytest.mark.parametrize("failing", ["append", "seal", "write_json", "sync", "encode_unit"])
+def test_a_full_disk_at_any_step(failing, monkeypatch, capsys):
+    many_files(6)
+    write("in/a.txt", "".join(sentences(100)))
+    monkeypatch.setattr(prepare, "SHARD_TOKENS", 20_000)
+    monkeypatch.setattr(prepare, "UNIT", 10_000)
+    text("in", name="mine")
+    whole = contents("data/mine")
+    shutil.rmtree("data")
+    whole_function, calls = getattr(prepare, failing), [0]
+    for last in range(1, 40, 3):
+        def full(*args, **kwargs):
+            calls[0] += 1
+            if calls[0] >= last:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "data/mine.partial")
+            return whole_function(*args, **kwargs)
+        calls[0] = 0
+        monkeypatch.setattr(prepare, failing, full)
+        monkeypatch.setattr(sys, "argv", ["prepare.py", "text", "--input", "in", "--name", "mine", "--workers", "1"])
+        status = prepare.cli()
+        error = capsys.readouterr().err
+        if status == 0:
+            break
+        assert status == 1 and error.count("\n") == 1 and "No space left on device" in error
+    monkeypatch.setattr(prepare, failing, whole_function)
+    text("in", name="mine")
+    assert contents("data/mine").items() >= whole.items()
+
+
+def test_a_disk_that_is_too_small_is_refused(monkeypatch):
+    write("a.txt", "x " * 1000)
+    monkeypatch.setattr(prepare.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 3000})())
+    refused("0.0 GB", "--data_dir", "text", "--input", "a.txt", "--name", "mine")
+
+
+def test_two_runs_do_not_write_one_dataset():
+    write("a.txt", "x " * 1000)
+    os.makedirs("data/mine.partial")
+    with prepare.locked("data/mine.partial"):
+        refused("another prepare.py", "--name", "text", "--input", "a.txt", "--name", "mine", left=["mine.partial"])
+
+
+def test_an_unfinished_run_of_other_files_is_refused(monkeypatch):
+    many_files(4)
+    append = prepare.append
+    monkeypatch.setattr(prepare, "append", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt) if a[2] > 5000 else append(*a))
+    with pytest.raises(KeyboardInterrupt):
+        text("in")
+    monkeypatch.setattr(prepare, "append", append)
+    refused("unfinished run", "rm -r", "text", "--input", "in", "--name", "mine", "--val_fraction", "0.5", left=["mine.partial"])
+    shutil.copy("in/003.jsonl.gz", "in/002.jsonl.gz")  # not read yet: fine
+    text("in")
+    assert os.listdir("data") == ["mine"]
+
+
+def test_interrupt_says_how_to_go_on():
+    write("in/a.txt", "word " * 20_000_000)
+    process = subprocess.Popen([sys.executable, SCRIPT, "text", "--input", "in", "--name", "mine"], stdout=subprocess.DEVNULL,
+                               stderr=subprocess.PIPE, start_new_session=True)
+    while not os.path.exists("data/mine.partial/state.json"):
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    error = process.communicate(timeout=20)[1].decode()
+    assert process.returncode == 130 and "the same command goes on" in error and "Traceback" not in error
+
+
+def resident(pid):
+    """MiB of a process and its children."""
+    total = 0
+    with contextlib.suppress(OSError):
+        status = pathlib.Path(f"/proc/{pid}/status").read_text()
+        total += int(re.search(r"VmRSS:\s+(\d+)", status)[1]) / 1024 if "VmRSS" in status else 0
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            total += sum(map(resident, pathlib.Path(f"/proc/{pid}/task/{thread}/children").read_text().split()))
+    return total
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="no /proc to read memory from")
+@pytest.mark.parametrize("tokenizer, size", [("bytes", 300), pytest.param(
+    "gpt2", 300 if os.environ.get("PREPARE_SLOW_TESTS") else 24, marks=needs_gpt2)])
+def test_memory_is_bounded(tokenizer, size):
+    block = "".join(sentences(2000)).encode()[:1 << 20].decode(errors="ignore").encode()
+    with open("a.txt", "wb") as f:
+        for _ in range(size):
+            f.write(block)
+    process = subprocess.Popen([sys.executable, SCRIPT, "text", "--input", "a.txt", "--name", "mine", "--tokenizer", tokenizer, "--workers", "2"],
+                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    peak = 0
+    while process.poll() is None:
+        peak = max(peak, resident(process.pid))
+        time.sleep(0.02)
+    assert process.returncode == 0 and 20 < peak < 1536, peak
+    print(f"{size} MiB with {tokenizer}: peak {peak:.0f} MiB")
+
+
+# -----------------------------------------------------------------------------------------------------------------------
+# verify, show, import
+
+@pytest.fixture
+def dataset():
+    write("in/a.jsonl", jsonl(sentences(50)))
+    text("in")
+    return pathlib.Path("data/mine")
+
+
+def refused(found, mend, *argv, left=()):
+    """UserError in one line with both in it, and nothing half-written."""
+    with pytest.raises(prepare.UserError) as error:
+        prepare.main(list(argv))
+    message = str(error.value)
+    assert found in message and mend in message and "expected" in message and "\n" not in message, message
+    assert sorted(os.listdir("data") if os.path.exists("data") else []) == sorted(left)
+
+
+def test_verify_names_the_first_bad_shard(dataset):
+    prepare.main(["verify", "mine"])
+    shard, manifest = dataset / "mine_train_000001.bin", dataset / "manifest.json"
+    whole, listed = shard.read_bytes(), json.loads(manifest.read_text())
+
+    def check(found):
+        refused(found, "rm -r data/mine", "verify", "mine", left=["mine"])
+        shard.write_bytes(whole)
+        manifest.write_text(json.dumps(listed))
+        prepare.main(["verify", "mine"])
+    shard.write_bytes(whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:])
+    check("mine_train_000001.bin: the crc32")
+    for word in (0, 1, 3, 4, 5, 6):
+        shard.write_bytes(whole[:4 * word] + b"\7" + whole[4 * word + 1:])
+        check("mine_train_000001.bin: its header")
+    shard.write_bytes(whole[:600] + b"\7" + whole[601:])
+    check("mine_train_000001.bin: its sha256")
+    shard.write_bytes(whole[:-2])
+    check("mine_train_000001.bin: its bytes")
+    shard.unlink()
+    check("mine_train_000001.bin: in the manifest")
+    for key in ("tokens", "documents"):
+        manifest.write_text(json.dumps({**listed, "splits": {**listed["splits"], "val": {**listed["splits"]["val"], key: 3}}}))
+        check(f"manifest.json: its val {key}")
+    manifest.write_text("{")
+    check("manifest.json is damaged")
+    write(dataset / "mine_train_000009.bin", whole)
+    refused("mine_train_000009.bin", "rm -r", "verify", "mine", left=["mine"])
+
+
+def test_verify_finds_ids_beyond_the_vocabulary(dataset):
+    shard = dataset / "mine_val_000000.bin"
+    ids = np.fromfile(shard, "<u2")
+    ids[600] = 300
+    ids.tofile(shard)
+    manifest = json.loads((dataset / "manifest.json").read_text())
+    crc = prepare.scan(shard, 256)[0]
+    np.concatenate([np.frombuffer(np.uint32(crc).tobytes(), "<u2")]).tofile("crc")
+    ids[10:12] = np.fromfile("crc", "<u2")
+    ids.tofile(shard)
+    manifest["shards"][-1].update(crc32=f"{crc:08x}", sha256=prepare.sha256(shard))
+    (dataset / "manifest.json").write_text(json.dumps(manifest))
+    refused("its highest id is 300", "rm -r", "verify", "mine", left=["mine"])
+
+
+def test_show_decodes(dataset, capsys):
+    prepare.main(["show", "mine"])
+    out = capsys.readouterr().out
+    assert '"tokenizer": "bytes"' in out and repr(sentences(50)[0][:20])[1:-1] in out
+
+
+def test_complete_means_same_source_and_whole_shards(dataset):
+    refused("its val_fraction is 0.02", "rm -r data/mine", "text", "--input", "in", "--name", "mine", "--val_fraction", "0.5", left=["mine"])
+    refused("its tokenizer is bytes", "--name", "text", "--input", "in", "--name", "mine", "--tokenizer", "gpt2", left=["mine"])
+    refused("its kind is text", "--name", "pysrc", "--name", "mine", left=["mine"])
+    write("in/b.txt", "more")
+    refused("its files is 1", "rm -r", "text", "--input", "in", "--name", "mine", left=["mine"])
+    os.remove("in/b.txt")
+    text("in")
+    os.utime("in/a.jsonl")
+    refused("is older than in/a.jsonl", "rm -r", "text", "--input", "in", "--name", "mine", left=["mine"])
+    write("data/theirs/shard.bin", b"1")
+    refused("no manifest.json", "--name", "text", "--input", "in", "--name", "theirs", left=["mine", "theirs"])
+
+
+def test_import_of_nanogpt_and_modded_nanogpt(monkeypatch):
+    rng = np.random.default_rng(0)
+    made = {split: rng.integers(0, 256, n).astype("<u2") for split, n in (("train", 50_000), ("val", 3000))}
+    for ids in made.values():
+        ids[rng.integers(0, len(ids), 20)] = 256
+    for split, ids in made.items():
+        write(f"nano/{split}.bin", ids.tobytes())
+        write(f"modded/fineweb_{split}_000001.bin", np.array([20240520, 1, len(ids)] + [0] * 253, "<i4").tobytes() + ids.tobytes())
+    for name, path in (("one", "nano/train.bin"), ("two", "modded"), ("three", "data/three-raw")):
+        if name == "three":
+            shutil.copytree("nano", path)
+            refused("headerless train.bin", f"python prepare.py import {path}/train.bin", "verify", "three-raw", left=["one", "two", "three-raw"])
+        prepare.main(["import", path, "--name", name, "--tokenizer", "bytes", "--workers", "1"])
+        for split, ids in made.items():
+            assert np.array_equal(tokens(name, split), ids)
+        total = json.loads(pathlib.Path("data", name, "manifest.json").read_text())["splits"]["train"]
+        assert total["documents"] == (made["train"] == 256).sum() == len(made["train"]) - total["bytes"]
+        prepare.main(["verify", name])
+
+
+def test_import_refuses():
+    write("a/train.bin", np.arange(300, dtype="<u2").tobytes())
+    refused("holds the id 299", "--tokenizer", "import", "a/train.bin", "--tokenizer", "bytes", "--workers", "1")
+    write("a/meta.pkl", b"")
+    refused("character-level", "prepare.py text", "import", "a/train.bin", "--tokenizer", "bytes")
+    write("b/train.bin", b"123")
+    refused("3 bytes", "copy it again", "import", "b/train.bin", "--tokenizer", "bytes", "--workers", "1")
+    write("c/x_train_000001.bin", np.array([20240520, 1, 500] + [0] * 253, "<i4").tobytes())
+    refused("1024 bytes", "copy it again", "import", "c", "--tokenizer", "bytes", "--workers", "1")
+    write("d/x", b"")
+    refused("no .bin file", "prepare.py text", "import", "d", "--tokenizer", "bytes")
+    refused("does not exist", "ls", "import", "nowhere/train.bin")
+
+
+# -----------------------------------------------------------------------------------------------------------------------
+# Bad input
+
+@pytest.mark.parametrize("found, mend, argv", [
+    ("no source or command fineweeb", "did you mean fineweb?", ["fineweeb"]),
+    ("no source or command 7", "prepare.py text", ["7"]),
+    ("pysrc knows no --worker", "did you mean --workers?", ["--worker", "3"]),
+    ("text knows no --nam", "did you mean --name?", ["text", "--input", "in", "--nam", "x", "--name", "y"]),
+    ("--input", "--help", ["text", "--name", "mine"]),
+    ("--name", "--help", ["text", "--input", "in"]),
+    ("10Q", "--help", ["fineweb", "--tokens", "10Q"]),
+    ("1.5 is no number", "--help", ["text", "--input", "in", "--name", "mine", "--val_fraction", "1.5"]),
+    ("invalid choice: 'gpt3'", "--help", ["text", "--input", "in", "--name", "mine", "--tokenizer", "gpt3"]),
+    ("../up", "--name mine", ["text", "--input", "in", "--name", "../up"]),
+    ("x.partial", "--name mine", ["text", "--input", "in", "--name", "x.partial"]),
+    ("nowhere does not exist", "ls", ["text", "--input", "nowhere", "--name", "mine"]),
+    ("in/odd.png holds no text", "ls", ["text", "--input", "in/odd.png", "--name", "mine"]),
+    ("in/empty holds no text", "ls", ["text", "--input", "in/empty", "--name", "mine"]),
+    ("is not UTF-8 at byte 3", "iconv", ["text", "--input", "in/latin.txt", "--name", "mine"]),
+    ("is not UTF-8 at byte 3", "iconv", ["text", "--input", "in/latin", "--name", "mine"]),
+    ("the line at byte 14 is not JSON", "delete it", ["text", "--input", "in/cut.jsonl", "--name", "mine"]),
+    ("its fields are body, id", "jq", ["text", "--input", "in/body.jsonl", "--name", "mine"]),
+    ("its columns are id, body", "rename_columns", ["text", "--input", "in/body.parquet", "--name", "mine"]),
+    ("not a whole parquet file", "rm in/cut.parquet", ["text", "--input", "in/cut.parquet", "--name", "mine"]),
+    ("cannot be unpacked", "rm in/cut.jsonl.zst", ["text", "--input", "in/cut.jsonl.zst", "--name", "mine"]),
+    ("cannot be unpacked", "rm in/cut.jsonl.gz", ["text", "--input", "in/cut.jsonl.gz", "--name", "mine"]),
+    ("hold no text", "--input", ["text", "--input", "in/blank.jsonl", "--name", "mine"]),
+    ("1 documents leave none for train", "add text", ["text", "--input", "in/single.jsonl", "--name", "mine"]),
+    ("nope/manifest.json does not exist", "python prepare.py", ["verify", "nope"]),
+    ("not Llama 2's tokenizer.model", "--tokenizer_file", ["text", "--input", "in/single.jsonl", "--name", "mine", "--tokenizer", "llama2",
+                                                          "--tokenizer_file", "in/odd.png"]),
+])
+def test_bad_input(found, mend, argv):
+    import pyarrow
+    import pyarrow.parquet
+    os.makedirs("in/empty")
+    write("in/odd.png", b"1")
+    write("in/latin.txt", "abc\xe9 def".encode("latin-1") * 10)
+    write("in/latin/1.txt", "abc\xe9 def".encode("latin-1") * 10)
+    write("in/latin/2.txt", "fine")
+    write("in/cut.jsonl", b'{"text": "a"}\n{"text": "b\n')
+    write("in/body.jsonl", b'{"body": "a", "id": 1}\n')
+    write("in/blank.jsonl", jsonl(["", ""]))
+    write("in/single.jsonl", jsonl(["one"]))
+    write("in/cut.parquet", b"PAR1 and no more")
+    pyarrow.parquet.write_table(pyarrow.table({"id": [1], "body": ["x"]}), "in/body.parquet")
+    write_zst("whole.zst", os.urandom(10_000))
+    write("in/cut.jsonl.zst", pathlib.Path("whole.zst").read_bytes()[:5000])
+    write("in/cut.jsonl.gz", gzip.compress(os.urandom(10_000))[:5000])
+    refused(found, mend, *argv, *(["--workers", "1"] if argv[0] == "text" else []))
+
+
+def test_an_error_is_one_line_and_status_1():
+    write("in/a.txt", "abc\xe9".encode("latin-1"))
+    write("in/b.txt", "fine")
+    for argv in (["fineweeb"], ["text", "--input", "in", "--name", "mine", "--workers", "2"]):
+        out = run(*argv)
+        assert out.returncode == 1 and out.stderr.startswith("prepare.py: error: ") and len(out.stderr.splitlines()) == 1, out.stderr
+    write("file", "")
+    out = run("--data_dir", "file/data")
+    assert out.returncode == 1 and out.stderr.startswith("prepare.py: error: Not a directory") and len(out.stderr.splitlines()) == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write anywhere")
+def test_no_permission_to_write():
+    os.makedirs("data", mode=0o500)
+    out = run()
+    assert out.returncode == 1 and "Permission denied" in out.stderr and len(out.stderr.splitlines()) == 1
+
+
+def test_a_worker_that_dies_is_named(monkeypatch):
+    write("in/a.txt", "word " * 10)
+    monkeypatch.setattr(prepare, "encode_unit", os._exit)
+    monkeypatch.setattr(prepare, "start_worker", None)
+    with pytest.raises(prepare.UserError, match="worker process was killed"), prepare.encoders(2) as submit:
+        submit(3)()
+
+
+def test_gpt2_vocabulary_out_of_reach(tmp_path):
+    write("a.txt", "text " * 100)
+    out = run("text", "--input", "a.txt", "--name", "mine", "--tokenizer", "gpt2", TIKTOKEN_CACHE_DIR=str(tmp_path / "empty"),
+              HTTPS_PROXY="http://127.0.0.1:9", HTTP_PROXY="http://127.0.0.1:9", https_proxy="http://127.0.0.1:9", NO_PROXY="", no_proxy="")
+    assert out.returncode == 1 and len(out.stderr.splitlines()) == 1 and not os.path.exists("data")
+    for part in ("TIKTOKEN_CACHE_DIR", "6d1cbeee0f20b3d9449abfede4726ed8212e3aee", "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6"):
+        assert part in out.stderr
+
+
+# -----------------------------------------------------------------------------------------------------------------------
+# The Hub, served on loopback from files in their real layout
+
+class Hub:
+    """What huggingface_hub asks of a Hub, for the files below `root`/REPO."""
+    sha = "0123456789abcdef0123456789abcdef01234567"
+
+    def __init__(self, root):
+        self.root, self.failures, self.asked, self.gated = root, [], [], None
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(handler):
+                self.answer(handler)
+            do_HEAD = do_GET
+
+            def log_message(handler, *args):
+                pass
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+    def answer(self, handler):
+        path = urllib.parse.unquote(urllib.parse.urlsplit(handler.path).path)
+        query = urllib.parse.parse_qs(urllib.parse.urlsplit(handler.path).query)
+        self.asked.append(f"{handler.command} {path}")
+        for failure in self.failures:
+            if failure["in"] in path and failure.get("times", 1) > 0:
+                failure["times"] -= 1
+                return self.send(handler, failure.get("status", 503), b"", failure.get("headers", {}))
+        api = re.fullmatch(r"/api/datasets/([^/]+/[^/]+)/(revision|tree)/([^/]+)(?:/(.*))?", path)
+        file = re.fullmatch(r"/datasets/([^/]+/[^/]+)/resolve/([^/]+)/(.*)", path)
+        repo, revision = (api[1], api[3]) if api else (file[1], file[2]) if file else (None, None)
+        folder = self.root / repo if repo else None
+        if not folder or not folder.is_dir():
+            return self.send(handler, 401, b"", {"X-Error-Message": "Invalid username or password.", "X-Error-Code": "RepoNotFound"})
+        if revision not in ("main", self.sha, *(spec["revision"] for spec in prepare.SOURCES.values())):
+            return self.send(handler, 404, b"", {"X-Error-Code": "RevisionNotFound"})
+        if api and api[2] == "revision":
+            return self.json(handler, {"id": repo, "sha": self.sha, "siblings": [], "tags": [], "private": False, "downloads": 0, "likes": 0})
+        if api:
+            files = sorted(p for p in (folder / (api[4] or "")).rglob("*") if p.is_file())
+            listing = [{"type": "file", "oid": "0" * 40, "size": p.stat().st_size, "path": p.relative_to(folder).as_posix()} for p in files]
+            start = int(query.get("cursor", ["0"])[0])
+            link = {"Link": f'<{self.url}{handler.path.split("?")[0]}?recursive=true&cursor={start + 2}>; rel="next"'}
+            return self.json(handler, listing[start:start + 2], link if start + 2 < len(listing) else {})
+        if not (folder / file[3]).is_file():
+            return self.send(handler, 404, b"", {"X-Error-Code": "EntryNotFound"})
+        data = (folder / file[3]).read_bytes()
+        headers = {"ETag": f'"{len(data)}-{abs(hash(data))}"', "X-Repo-Commit": self.sha, "Accept-Ranges": "bytes"}
+        begin = re.fullmatch(r"bytes=(\d+)-.*", handler.headers.get("Range", "bytes=0-"))
+        self.send(handler, 200, data[int(begin[1]) if begin else 0:], headers)
+
+    def json(self, handler, thing, headers={}):
+        self.send(handler, 200, json.dumps(thing).encode(), {"Content-Type": "application/json", **headers})
+
+    def send(self, handler, status, body, headers):
+        handler.send_response(status)
+        for key, value in {"Content-Length": len(body), **headers}.items():
+            handler.send_header(key, str(value))
+        handler.end_headers()
+        if handler.command != "HEAD":
+            handler.wfile.write(body)
+
+
+@pytest.fixture
+def hub(tmp_path):
+    served = Hub(tmp_path / "hub")
+    yield served
+    served.server.shutdown()
+
+
+def from_hub(hub, *argv, setup=""):
+    """prepare.py in a process whose Hub is `hub`; setup: statements before it starts."""
+    program = f"import sys, time, prepare\ntime.sleep = lambda seconds: None\nprepare.RETRY_PAUSES = (0.01, 0.02)\n{setup}\nsys.exit(prepare.cli())"
+    return subprocess.run([sys.executable, "-c", program, *argv, "--workers", "1"], capture_output=True, text=True, timeout=120, env={
+        **os.environ, "PYTHONPATH": os.path.dirname(SCRIPT), "HF_ENDPOINT": hub.url, "HF_HOME": str(hub.root.parent / "hf_home"),
+        "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "127.0.0.1"})
+
+
+def lay_out(hub, source):
+    """Files as the source has them, with others beside them that must be left alone; -> (train documents, val documents)."""
+    repo = hub.root / prepare.SOURCES[source]["repo"]
+    write(repo / "README.md", "card")
+    if source == "openwebtext":
+        rows = sentences(90, 1, 40)
+        for i in range(3):
+            write_parquet(repo / f"plain_text/train-0000{i}-of-00003.parquet", rows[30 * i:30 * i + 30])
+        val = set(np.random.default_rng(2357).permutation(90)[:1].tolist())
+        return [row for i, row in enumerate(rows) if i not in val], [row for i, row in enumerate(rows) if i in val]
+    if source in ("fineweb", "fineweb10b"):
+        folder = "sample/100BT" if source == "fineweb" else "sample/10BT"
+        rows = sentences(60, 2, 40)
+        for i in range(3):
+            write_parquet(repo / folder / f"00{i}_00000.parquet", rows[20 * i:20 * i + 20])
+        write_parquet(repo / "sample/350BT/000_00000.parquet", ["another sample"])
+        write_parquet(repo / "data/CC-MAIN-2013-20/000_00000.parquet", ["the whole"])
+        return rows[25:], rows[:25]
+    if source == "dclm":
+        rows = sentences(60, 3, 40)
+        for i in range(4):
+            write_zst(repo / f"global-shard_01_of_10/local-shard_{i // 2}_of_10/shard_0000000{i % 2}_processed.jsonl.zst", jsonl(
+                rows[15 * i:15 * i + 15], metadata={"WARC-Type": "response", "Content-Length": i}, language_id_whole_page_fasttext={"en": 0.9}))
+        write_zst(repo / "global-shard_02_of_10/local-shard_0_of_10/shard_00000000_processed.jsonl.zst", jsonl(["not this tenth"]))
+        return rows, []
+    rows = sentences(40, 4, 40)
+    for i in range(2):
+        write(repo / f"en/c4-validation.0000{i}-of-00002.json.gz", gzip.compress(jsonl(rows[20 * i:20 * i + 20], url="u", timestamp="t")))
+    write(repo / "en/c4-train.00000-of-01024.json.gz", gzip.compress(jsonl(["training text"])))
+    write(repo / "en.noblocklist/c4-validation.00000-of-00008.json.gz", gzip.compress(jsonl(["another configuration"])))
+    return [], rows
+
+
+SMALL = """prepare.SOURCES["openwebtext"]["documents"] = 90
+for name in ("fineweb", "fineweb10b"): prepare.SOURCES[name]["val"] = ("first", 25)
+prepare.UNIT = 3000"""
+
+
+@pytest.mark.parametrize("source", ["openwebtext", "fineweb", "fineweb10b", "dclm", "c4"])
+def test_source_from_the_hub(source, hub):
+    train, val = lay_out(hub, source)
+    out = from_hub(hub, source, "--tokenizer", "bytes", setup=SMALL)
+    assert out.returncode == 0, out.stderr
+    assert texts(source, "train") == train and texts(source, "val") == val
+    manifest = json.loads(pathlib.Path("data", source, "manifest.json").read_text())
+    assert manifest["source"]["commit"] == hub.sha and manifest["source"]["repo"] == prepare.SOURCES[source]["repo"]
+    assert manifest["splits"]["train"]["documents"] == len(train) and manifest["splits"]["val"]["documents"] == len(val)
+    prepare.main(["verify", source])
+    hub.server.shutdown()
+    again = from_hub(hub, source, "--tokenizer", "bytes", setup=SMALL)
+    assert again.returncode == 0 and "complete already" in again.stdout  # and that without a network
+
+
+@pytest.mark.parametrize("tokenizer, eot, source", [pytest.param("gpt2", 50256, "fineweb", marks=needs_gpt2),
+                                                    pytest.param("llama2", 2, "c4", marks=needs_llama2)])
+def test_source_with_its_own_tokenizer(tokenizer, eot, source, hub):
+    _, val = lay_out(hub, source)
+    out = from_hub(hub, source, "--tokenizer_file", str(LLAMA2), setup=SMALL)
+    assert out.returncode == 0, out.stderr
+    assert documents(source, "val", eot) == [reference(tokenizer)(row) for row in val]
+
+
+@needs_llama2
+def test_llama2_tokenizer_from_the_hub(hub):
+    write(hub.root / "api/models", "")
+    write("r.jsonl", jsonl(["one", "two"]))
+    out = from_hub(hub, "text", "--input", "r.jsonl", "--name", "mine", "--tokenizer", "llama2")
+    assert out.returncode == 1 and "no such repository" in out.stderr and len(out.stderr.splitlines()) == 1
+
+
+@needs_gpt2
+def test_ready_shards_from_the_hub(hub):
+    repo = hub.root / "kjj0/fineweb10B-gpt2"
+    rng = np.random.default_rng(0)
+    made = {name: rng.integers(0, 50257, 5000).astype("<u2") for name in ("val_000000", "train_000001", "train_000002", "train_000003")}
+    for name, ids in made.items():
+        ids[::500] = 50256
+        write(repo / f"fineweb_{name}.bin", np.array([20240520, 1, 5000] + [0] * 253, "<i4").tobytes() + ids.tobytes())
+    out = from_hub(hub, "fineweb10b-gpt2", "--tokens", "9k")
+    assert out.returncode == 0, out.stderr
+    assert np.array_equal(tokens("fineweb10b-gpt2", "val"), made["val_000000"])
+    train = tokens("fineweb10b-gpt2", "train")
+    assert 9000 <= len(train) < 9502 and np.array_equal(train, np.concatenate([made["train_000001"], made["train_000002"]])[:len(train)])
+    import tiktoken
+    total = json.loads(pathlib.Path("data/fineweb10b-gpt2/manifest.json").read_text())["splits"]["val"]
+    assert total["bytes"] == sum(len(tiktoken.get_encoding("gpt2").decode_single_token_bytes(i)) for i in made["val_000000"] if i != 50256)
+    prepare.main(["verify", "fineweb10b-gpt2"])
+
+
+def test_tokens_stops_at_the_end_of_a_document(hub):
+    train, val = lay_out(hub, "fineweb")
+    for limit in (1, 1000, 2500, 10**9):
+        out = from_hub(hub, "fineweb", "--tokenizer", "bytes", "--tokens", str(limit), "--name", f"f{limit}", setup=SMALL)
+        assert out.returncode == 0, out.stderr
+        found = texts(f"f{limit}", "train")
+        assert found == train[:len(found)] and texts(f"f{limit}", "val") == val  # val does not depend on --tokens
+        assert len(tokens(f"f{limit}", "train")) >= limit or len(found) == len(train)
+        assert len(found) == 1 or sum(len(row.encode()) + 1 for row in found[:-1]) < limit
+        prepare.main(["verify", f"f{limit}"])
+    out = from_hub(hub, "fineweb", "--tokenizer", "bytes", "--tokens", "2k", "--name", "f1000", setup=SMALL)
+    assert out.returncode == 1 and "its limit is 1000; expected 2000" in out.stderr
+
+
+def test_network_errors_are_retried_then_named_and_the_run_goes_on_where_it_was(hub):
+    train, val = lay_out(hub, "dclm")
+    hub.failures = [{"in": "/tree/", "times": 1}, {"in": "/revision/", "times": 1}, {"in": "shard_00000001", "times": 1}]
+    out = from_hub(hub, "dclm", "--tokenizer", "bytes", "--name", "whole")
+    assert out.returncode == 0 and "trying again" in out.stderr, out.stderr
+    shutil.rmtree("hf_home")
+    hub.failures = [{"in": "local-shard_1_of_10", "times": 10**6}]
+    out = from_hub(hub, "dclm", "--tokenizer", "bytes", setup="prepare.time.monotonic = lambda n=iter(range(0, 10**9, 100)): next(n)")
+    error, = [line for line in out.stderr.splitlines() if line.startswith("prepare.py: error: ")]
+    assert out.returncode == 1 and "local-shard_1_of_10" in error and "goes on" in error and "Traceback" not in out.stderr
+    assert os.listdir("data/dclm.partial") and not os.path.exists("data/dclm")
+    hub.failures, hub.asked = [], []
+    shutil.rmtree("hf_home")
+    out = from_hub(hub, "dclm", "--tokenizer", "bytes")
+    assert out.returncode == 0, out.stderr
+    assert not any("local-shard_0_of_10" in asked for asked in hub.asked)  # finished files are not even downloaded again
+    assert texts("dclm", "train") == texts("whole", "train") == train
+
+
+@pytest.mark.parametrize("failure, found, mend", [
+    ({"in": "/revision/", "status": 403, "headers": {"X-Error-Code": "GatedRepo"}}, "is gated", "hf auth login"),
+    ({"in": "/revision/", "status": 404, "headers": {"X-Error-Code": "RepoNotFound"}}, "no such repository", "HF_ENDPOINT"),
+    ({"in": "/revision/", "status": 404, "headers": {"X-Error-Code": "RevisionNotFound"}}, "no such revision", "--revision main"),
+    ({"in": "/resolve/", "status": 404, "headers": {"X-Error-Code": "EntryNotFound"}}, "no such file", "--revision main"),
+    ({"in": "/revision/", "status": 418}, "answers 418", "hf auth login"),
+    ({"in": "/revision/", "status": 503}, "does not answer", "goes on from here"),
+])
+def test_what_the_hub_refuses_is_one_line(failure, found, mend, hub):
+    lay_out(hub, "c4")
+    hub.failures = [{"times": 10**6, **failure}]
+    out = from_hub(hub, "c4", "--tokenizer", "bytes", setup="prepare.RETRY_PAUSES = ()")
+    assert out.returncode == 1 and found in out.stderr and mend in out.stderr and len(out.stderr.splitlines()) == 1, out.stderr
+    assert not os.path.exists("data") or not os.listdir("data")
+
+
+def test_a_repository_of_another_layout(hub):
+    write(hub.root / "allenai/c4/README.md", "nothing else")
+    out = from_hub(hub, "c4", "--tokenizer", "bytes")
+    assert out.returncode == 1 and len(out.stderr.splitlines()) == 1, out.stderr

@@ -1,0 +1,404 @@
+"""
+tools/report.py on logs written here: parsing, grouping, statistics by hand and against scipy, figures, records.
+
+    python -m pytest tests/test_report.py        # a few seconds, needs scipy
+"""
+
+import csv
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+stats = pytest.importorskip("scipy.stats")
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, os.path.join(ROOT, "tools"))
+import report  # noqa: E402
+
+SEPARATOR = "=" * 100
+SOURCE = '"""\nstep:800/800 val_loss:0.00001 train_time:1.000s\nfinal val_loss:0.0\n"""\nprint("a train script")\n'
+
+
+def log_text(optimizer="muon", seed=1, losses=(5.0, 3.0, 2.0, 1.5, 1.2, 1.0), max_iters=500, ms=10.0, acc=0.5,
+             sample="", **settings):
+    """A finished log in the format of the train scripts, with len(losses) evaluations from step 0 to max_iters."""
+    every = max_iters // (len(losses) - 1)
+    env = {"python": "3.12", "device": "cpu", "world_size": 1, "started": "2025-01-01T00:00:00",
+           "script": "train_gpt.py", "run_name": f"demo-{optimizer}-seed{seed}", "val_tokens_used": 65536,
+           "data_checksum": "abcd1234"}
+    flags = {"preset": "demo", "run_name": "", "resume": "", "dataset": "pysrc", "optimizer": optimizer, "seed": seed,
+             "learning_rate": 0.01, "gamma": 1000.0, "max_iters": max_iters, "batch_size": 8, "block_size": 100}
+    env |= {k: settings.pop(k) for k in list(settings) if k in env}
+    lines = [f"step:0/{max_iters} val_loss:{losses[0]:.5f} train_time:0.000s val_acc:0.0040"]
+    for i, loss in enumerate(losses[1:], 1):
+        step = i * every
+        clock = f"train_time:{step * ms / 1e3:.3f}s step_avg:{ms:.2f}ms"
+        lines.append(f"step:{step}/{max_iters} train_loss:{loss:.5f} {clock} lr:0.0100000 mfu:n/a time_left:97s")
+        lines.append(f"step:{step}/{max_iters} val_loss:{loss:.5f} {clock} val_acc:{acc:.4f}")
+    lines.append(f"final val_loss:{losses[-1]:.5f} train_time:{max_iters * ms / 1e3:.3f}s step_avg:{ms:.2f}ms "
+                 "peak_memory_mib:900 optimizer_state_mib:22.5")
+    header = [f"{k}: {v}" for k, v in env.items()] + [f"--{k}={v}" for k, v in (flags | settings).items()]
+    return f"\n{SEPARATOR}\n".join([SOURCE[:-1], "# optim", "\n".join(header), "\n".join(lines)]) + "\n" + sample
+
+
+def write(folder, name, text):
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def rows_of(path):
+    with open(path, newline="", encoding="utf-8") as f:
+        return list(csv.DictReader(f))
+
+
+@pytest.fixture
+def run(tmp_path, capsys, monkeypatch):
+    """Calls report.py in-process on tmp_path/logs -> (exit status, stdout, stderr); the report lies in tmp_path/out."""
+    figures = report.figures
+
+    def call(*args, logs=True, draw=False):
+        monkeypatch.setattr(report, "figures", figures if draw else lambda *_: None)
+        argv = ([str(tmp_path / "logs")] if logs else []) + ["--out", str(tmp_path / "out"), *map(str, args)]
+        status = report.main(argv)
+        return (status, *capsys.readouterr())
+    return call
+
+
+LOSSES = {  # final losses of three seeds
+    "muon": (1.00, 1.04, 1.01), "muon-nsr": (0.97, 1.00, 0.99), "muon-vs": (0.98, 1.01, 0.97),
+}
+
+
+@pytest.fixture
+def logs(tmp_path):
+    for optimizer, finals in LOSSES.items():
+        for seed, final in enumerate(finals, 1):
+            losses = (5.0, 3.0, 2.0, 1.5, 1.2, final)
+            write(tmp_path / "logs", f"{optimizer}-{seed}.txt", log_text(optimizer, seed, losses))
+    return tmp_path / "logs"
+
+
+# -----------------------------------------------------------------------------
+# Reading
+
+def test_reads_a_log(tmp_path, capsys):
+    run = report.read_log(write(tmp_path, "a.txt", log_text(sample="step:1/2 val_loss:9 in generated text\n")))
+    assert run.budget == 500 and run.settings["gamma"] == "1000.0" and run.env["data_checksum"] == "abcd1234"
+    assert run.source.startswith(SOURCE) and "optim" in run.source
+    assert sorted(run.evals) == [0, 100, 200, 300, 400, 500]        # none from the source's docstring or the sample
+    assert run.evals[500] == (1.0, 5.0, 0.5) and run.memory == {"peak_memory_mib": 900, "optimizer_state_mib": 22.5}
+    assert capsys.readouterr().err == ""
+
+
+def test_reads_modded_nanogpt(tmp_path):
+    env = "Running Python 3.12\nRunning PyTorch 2.7\n| N/A   38C |\n"
+    lines = ["step:0/250 val_loss:10.8258 train_time:0ms step_avg:nanms",
+             "step:1/250 train_time:155ms step_avg:155.16ms",
+             "step:125/250 val_loss:4.5872 train_time:11770ms step_avg:94.16ms",
+             "step:250/250 val_loss:3.2760 train_time:23.548s step_avg:94.19ms",
+             "peak memory allocated: 34761 MiB reserved: 49140 MiB", ""]
+    path = write(tmp_path, "uuid.txt", "\n".join(["import torch", SEPARATOR, env, SEPARATOR, *lines]))
+    run = report.read_log(path)
+    assert [run.evals[s][:2] for s in (0, 125, 250)] == [(10.8258, 0), (4.5872, 11.77), (3.276, 23.548)]
+    assert run.settings == {} and run.source == "import torch\n" and run.memory["peak_memory_mib"] == 34761
+
+
+def test_modded_nanogpt_folders_are_rows(tmp_path, run):
+    for folder, final in ("baseline", 3.28), ("faster", 3.27):
+        for i in range(3):
+            body = (f"step:0/100 val_loss:10.8 train_time:0ms step_avg:nanms\n"
+                    f"step:100/100 val_loss:{final + i / 1000} train_time:9000ms\n")
+            write(tmp_path / "logs", f"{folder}/{i}.txt", f"code of {folder}\n{SEPARATOR}\nenv\n{SEPARATOR}\n{body}")
+    status, _, err = run("--baseline", "baseline")
+    final = rows_of(tmp_path / "out/final.csv")
+    assert status == 0 and [(r["optimizer"], r["n"]) for r in final] == [("baseline", "3"), ("faster", "3")]
+    assert float(final[1]["Δ"]) == pytest.approx(0.01) and "6 logs without settings" in err
+    assert rows_of(tmp_path / "out/paired.csv")[0]["n"] == "0"      # no seeds, nothing to pair
+
+
+def test_modded_nanogpt_run_that_stopped_at_its_target(tmp_path, run):
+    lines = ["step:0/200 val_loss:10.8 train_time:0ms", "step:125/200 val_loss:3.2794 train_time:900ms", ""]
+    write(tmp_path / "logs/early", "a.txt", "\n".join(["code", SEPARATOR, "env", SEPARATOR, *lines]))
+    _, _, err = run()
+    assert "stops at step 125 of 200; counts as a run of so many steps" in err
+    assert float(rows_of(tmp_path / "out/final.csv")[0]["val loss"]) == 3.2794
+
+
+def test_resumed_run_later_line_wins(tmp_path, capsys):
+    text = log_text(losses=(5.0, 3.0, 2.0, 1.5, 1.2, 1.0))
+    head, tail = text.split("step:400/500 train_loss", 1)
+    text = (head + "step:400/500 val_loss:7.00000 train_time:4.000s\nstep:450/500 val_loss:8.00000 train_time:4.500s\n"
+            "step:460/500 train_lo\nresumed:step:400\nstep:400/500 train_loss" + tail)
+    run = report.read_log(write(tmp_path, "a.txt", text))
+    assert run.evals[400][0] == 1.2 and 450 not in run.evals and run.evals[500][0] == 1.0
+    assert "a.txt: a resumed run" in capsys.readouterr().err
+
+
+def test_numbers():
+    assert [report.number(x) for x in ("18993ms", "1.5s", "1e-05", "n/a", "1.2step")] == [18.993, 1.5, 1e-5, None, None]
+    assert math.isnan(report.number("nanms"))
+
+
+@pytest.mark.parametrize("script", ["train_gpt.py", "train_llama.py"])
+def test_the_globals_named_here_exist(script):
+    with open(os.path.join(ROOT, script), encoding="utf-8") as f:
+        assigned = re.findall(r"^(\w+) = ", f.read(), re.M)
+    assert report.RUN | report.OPTIMIZER | set(report.SWEEPS) <= set(assigned)
+
+
+# -----------------------------------------------------------------------------
+# What is wrong with logs is named, never averaged
+
+def test_log_cut_in_the_middle_of_a_line(tmp_path, run, logs):
+    text = log_text("muon", 4)
+    cut = text[:text.index("step:500/500 val_loss:1.0") + len("step:500/500 val_loss:1.0")]
+    write(logs, "cut.txt", cut)
+    _, _, err = run()
+    assert "cut.txt: cut in the middle of its last line" in err
+    assert "cut.txt: unfinished, evaluated up to step 400 of 500" in err
+    assert rows_of(tmp_path / "out/final.csv")[0]["n"] == "3"
+
+
+def test_duplicates_count_once(tmp_path, run, logs):
+    write(logs, "copy-of-muon-1.txt", (logs / "muon-1.txt").read_text())
+    write(logs, "longer-muon-2.txt", (logs / "muon-2.txt").read_text() + "more of the sample\n")
+    _, _, err = run(logs / "muon-3.txt")
+    assert err.count("the same run as") == 3
+    assert rows_of(tmp_path / "out/final.csv")[0]["n"] == "3"
+
+
+def test_repeated_seed_is_shown_apart(tmp_path, run, logs):
+    again = dict(run_name="demo-muon-seed2-repeat", started="2025-01-02T00:00:00")
+    write(logs, "again.txt", log_text("muon", 2, (5.0, 3.0, 2.0, 1.5, 1.2, 1.07), **again))
+    _, _, err = run()
+    assert "again.txt: repeats seed 2 of muon; only" in err and "muon-2.txt is averaged" in err
+    assert float(rows_of(tmp_path / "out/final.csv")[0]["val loss"]) == pytest.approx(np.mean(LOSSES["muon"]))
+    [repeat] = rows_of(tmp_path / "out/repeats.csv")
+    assert repeat["seed"] == "2" and float(repeat["deviation"]) == pytest.approx(0.03)
+
+
+def test_mixed_experiments_are_kept_apart(tmp_path, run, logs):
+    write(logs, "other.txt", log_text("muon", 1, run_name="other", batch_size=16))
+    _, _, err = run()
+    assert "2 experiments, never mixed: gpt-demo (9 runs: batch_size=8); gpt-demo-2 (1 runs: batch_size=16)" in err
+    assert [r["experiment"] for r in rows_of(tmp_path / "out/final.csv")] == ["gpt-demo"] * 3 + ["gpt-demo-2"]
+
+
+def test_configurations_of_one_optimizer_are_rows(tmp_path, run, logs):
+    for gamma in (1.0, 10.0):
+        write(logs, f"g{gamma}.txt", log_text("muon-nsr", 1, run_name=f"g{gamma}", gamma=gamma))
+    run(draw=True)
+    labels = [r["optimizer"] for r in rows_of(tmp_path / "out/final.csv")]
+    assert labels == ["muon", "muon-nsr gamma=1", "muon-nsr gamma=10", "muon-nsr gamma=1000", "muon-vs"]
+    assert [p.name for p in (tmp_path / "out").glob("*sweep*.svg")] == ["gpt-demo-sweep-gamma.svg"]
+
+
+def test_missing_baseline_is_named(tmp_path, run, logs):
+    _, _, err = run("--baseline", "mion")
+    assert "no run of the baseline 'mion' among muon, muon-nsr, muon-vs" in err
+    assert rows_of(tmp_path / "out/final.csv")[0]["Δ"] == "nan"
+    assert not (tmp_path / "out/speedup.csv").exists()
+
+
+def test_mixed_devices_lose_their_times(tmp_path, run, logs):
+    write(logs, "gpu.txt", log_text("muon", 4, device="NVIDIA H100"))
+    _, _, err = run()
+    assert "runs on NVIDIA H100 × 1 and cpu × 1; their times are left out" in err
+    assert {r["20 %"] for r in rows_of(tmp_path / "out/speedup.csv") if r["axis"] == "time"} == {"nan"}
+
+
+def test_seeds_option_leaves_out_the_others(tmp_path, run, logs):
+    run("--seeds", "1..2")
+    assert {r["n"] for r in rows_of(tmp_path / "out/final.csv")} == {"2"}
+
+
+@pytest.mark.parametrize("args, message", [
+    ([], "no logs given"), (["nowhere"], "no log nowhere"), (["x", "--seeds=1-8"], "found --seeds=1-8; expected"),
+    (["--frobnicate"], "unrecognized arguments"), (["--zeroshot", "nothing.json"], "cannot read 'nothing.json'")])
+def test_mistakes_are_one_line(tmp_path, args, message):
+    command = [sys.executable, os.path.join(ROOT, "tools/report.py"), *args]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("report.py: error: ") and message in done.stderr
+    assert done.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+def test_missing_package_is_one_line(tmp_path, logs):
+    write(tmp_path, "block/scipy.py", "raise ModuleNotFoundError(name='scipy')")
+    command = [sys.executable, os.path.join(ROOT, "tools/report.py"), str(logs)]
+    env = os.environ | {"PYTHONPATH": str(tmp_path / "block")}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=env)
+    assert done.returncode == 1 and not (tmp_path / "report").exists()
+    assert done.stderr == "report.py: error: package scipy is missing; tables and figures need it: pip install scipy\n"
+
+
+# -----------------------------------------------------------------------------
+# Statistics
+
+def test_first_crossing_by_hand():
+    x, loss = np.array([0.0, 100, 200, 300]), np.array([4.0, 2.0, 1.0, 1.5])
+    assert report.first_crossing(x, loss, 3.0) == 50        # halfway from 4 to 2
+    assert report.first_crossing(x, loss, 2.0) == 100       # an evaluation that meets it
+    assert report.first_crossing(x, loss, 1.5) == 150       # the first crossing, not the last
+    assert math.isnan(report.first_crossing(x, loss, 0.9))
+    assert report.first_crossing(x, loss, 4.5) == 0
+
+
+def test_interval_against_scipy_and_by_hand():
+    x = np.array([1.0, 2.0, 4.0])
+    mean, half = report.interval(x)
+    low, high = stats.t.interval(0.95, 2, loc=x.mean(), scale=stats.sem(x))
+    assert mean == pytest.approx(7 / 3) and (mean - half, mean + half) == pytest.approx((low, high), rel=1e-12)
+    assert half == pytest.approx(4.302652729911275 * math.sqrt(7 / 3) / math.sqrt(3), rel=1e-9)     # t(0.975, 2)
+    assert math.isnan(report.interval(x[:1])[1])
+
+
+def test_paired_against_scipy(tmp_path, run, logs):
+    run()
+    for row in rows_of(tmp_path / "out/paired.csv"):
+        a, b = np.array(LOSSES["muon"]), np.array(LOSSES[row["optimizer"]])
+        result = stats.ttest_rel(a, b)
+        interval = result.confidence_interval(0.95)
+        assert row["n"] == "3" and float(row["p"]) == pytest.approx(result.pvalue, rel=1e-9)
+        assert float(row["difference"]) == pytest.approx((a - b).mean())
+        assert float(row["difference ±"]) == pytest.approx((interval.high - interval.low) / 2, rel=1e-9)
+
+
+def test_pairs_only_common_seeds(tmp_path, run, logs):
+    (logs / "muon-vs-2.txt").unlink()
+    write(logs, "muon-vs-9.txt", log_text("muon-vs", 9))
+    run()
+    row = next(r for r in rows_of(tmp_path / "out/paired.csv") if r["optimizer"] == "muon-vs")
+    assert row["n"] == "2" and float(row["difference"]) == pytest.approx(((1.00 - 0.98) + (1.01 - 0.97)) / 2)
+
+
+def test_speedups_by_hand(tmp_path, run):
+    # Muon at 20, 40, ... %: 3, 2, 1.5, 1.2, 1. The other is faster, never below 1.1, and its steps take twice as long.
+    write(tmp_path / "logs", "a.txt", log_text("muon", 1, (5.0, 3.0, 2.0, 1.5, 1.2, 1.0)))
+    write(tmp_path / "logs", "b.txt", log_text("muon-vs", 1, (5.0, 2.0, 1.2, 1.1, 1.1, 1.1), ms=20.0))
+    run()
+    target, steps, time = rows_of(tmp_path / "out/speedup.csv")
+    assert [target[f"{p} %"] for p in report.CHECKPOINTS] == ["3.0000", "2.0000", "1.5000", "1.2000", "1.0000"]
+    by_hand = [100 / (200 / 3), 200 / 100, 300 / 162.5, 400 / 200, math.nan]
+    assert [float(steps[f"{p} %"]) for p in report.CHECKPOINTS] == pytest.approx(by_hand, nan_ok=True)
+    assert [float(time[f"{p} %"]) for p in report.CHECKPOINTS] == pytest.approx([x / 2 for x in by_hand], nan_ok=True)
+    assert "| muon-vs | steps | 1.50 | 2.00 | 1.85 | 2.00 | – |" in (tmp_path / "out/report.md").read_text()
+
+
+def test_tables_and_figures(tmp_path, run, logs):
+    _, out, _ = run(draw=True)
+    assert out.startswith("wrote ") and out.endswith("report.md\n")
+    first, second, _ = rows_of(tmp_path / "out/final.csv")
+    assert float(first["val ppl"]) == pytest.approx(math.exp(np.mean(LOSSES["muon"])))
+    assert float(second["Δ"]) == pytest.approx(np.mean(LOSSES["muon"]) - np.mean(LOSSES["muon-nsr"]))
+    cost = rows_of(tmp_path / "out/cost.csv")[0]
+    assert [float(cost[k]) for k in ("tokens/s", "ms/update", "peak MiB", "state MiB")] == pytest.approx(
+        [8 * 100 / 0.010, 10, 900, 22.5])
+    checkpoints = rows_of(tmp_path / "out/checkpoints.csv")[0]
+    half = stats.t.ppf(0.975, 2) * np.std(LOSSES["muon"], ddof=1) / math.sqrt(3)
+    assert float(checkpoints["40 %"]) == 2.0 and float(checkpoints["100 % ±"]) == pytest.approx(half)
+    assert len(rows_of(tmp_path / "out/curves.csv")) == 3 * 6
+    markdown = (tmp_path / "out/report.md").read_text()
+    assert "| muon-nsr | 3 | **0.9867 ± 0.0379** |" in markdown         # the lowest mean is bold
+    for figure in "loss-steps", "loss-time", "loss-last-third", "accuracy-steps":
+        assert (tmp_path / f"out/gpt-demo-{figure}.png").stat().st_size > 5000
+        assert "<svg" in (tmp_path / f"out/gpt-demo-{figure}.svg").read_text()
+        assert f"(gpt-demo-{figure}.svg)" in markdown
+
+
+def test_same_logs_make_the_same_report(tmp_path, run, logs):
+    run(draw=True)
+    first = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
+    run(draw=True)
+    assert first == {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
+
+
+def test_diverged_run_is_not_hidden(tmp_path, run, logs):
+    write(logs, "muon-vs-1.txt", log_text("muon-vs", 1, (5.0, 3.0, 2.0, 1.5, 1.2, math.nan)))
+    _, _, err = run()
+    assert "diverged" in err and "| muon-vs | 3 | – |" in (tmp_path / "out/report.md").read_text()
+
+
+# -----------------------------------------------------------------------------
+# Records
+
+def record_logs(folder, n=8, losses=(1.10, 1.12), **settings):
+    target_env = {k: v for k, v in report.RECORD["task"].items() if k != "script"}
+    for seed in range(1, n + 1):
+        final = losses[seed % 2]
+        write(folder, f"r{seed}.txt", log_text("muon-vs", seed, (5.0, 3.0, final), **(target_env | settings)))
+
+
+def test_record_passes(tmp_path, run):
+    record_logs(tmp_path / "logs")
+    status, out, _ = run("--check-record")
+    p = stats.ttest_1samp([1.10, 1.12] * 4, report.RECORD["target"], alternative="less").pvalue
+    assert status == 0 and "FAIL" not in out and f"p = {p:.2g}" in out and "a record: train_time 5.0" in out
+
+
+@pytest.mark.parametrize("change, rule", [
+    (dict(n=7), "seeds"), (dict(losses=(1.10, 1.22)), "target"), (dict(dataset="other"), "task"),
+    (dict(data_checksum="0-0"), "task")])
+def test_record_fails(tmp_path, run, change, rule):
+    record_logs(tmp_path / "logs", **change)
+    status, out, _ = run("--check-record")
+    failed = [line for line in out.splitlines() if line.startswith("FAIL")]
+    sentence = report.RULES[rule].format(**report.RECORD, **report.RECORD["task"])
+    assert status == 1 and len(failed) == 1 and sentence in failed[0] and out.count("pass  ") == len(report.RULES) - 1
+
+
+def test_record_wants_whole_equal_logs(tmp_path, run):
+    record_logs(tmp_path / "logs")
+    path = tmp_path / "logs/r1.txt"
+    path.write_text(path.read_text().replace("# optim", "# another optim").replace("device: cpu", "device: H200")
+                    .replace("step:500/500 train_loss", "resumed:step:250\nstep:500/500 train_loss"))
+    (tmp_path / "logs/r2.txt").write_text((tmp_path / "logs/r2.txt").read_text()[:-300])
+    status, out, _ = run("--check-record")
+    failed = [name for name, rule in report.RULES.items() if f"FAIL  {rule[:14]}" in out]
+    assert status == 1 and failed == ["whole", "source", "settings", "seeds"]
+
+
+# -----------------------------------------------------------------------------
+# Zero-shot
+
+def harness(scores, model="checkpoints/hf/muon", shots=0):
+    """A results file as lm-eval-harness 0.4.11 writes it: every task with all its metrics."""
+    results = {t: {"alias": t, "acc,none": s, "acc_stderr,none": 0.01} for t, s in scores.items()}
+    for task in set(results) & {"arc_easy", "hellaswag", "piqa"}:
+        results[task] |= {"acc,none": 0.0, "acc_norm,none": scores[task]}
+    if "record" in results:
+        results["record"] = {"alias": "record", "f1,none": scores["record"], "em,none": 0.0}
+    return json.dumps({"results": results, "model_name": model, "n-shot": dict.fromkeys(scores, shots),
+                       "versions": {t: float(report.ZEROSHOT[t][2]) for t in scores},
+                       "n-samples": {t: {"original": 100, "effective": 100} for t in scores}})
+
+
+PAPER = dict(zip(report.ZEROSHOT, (0.3695, 0.2808, 0.2486, 0.5985, 0.2565, 0.5290, 0.5018, 0.2277, 0.4099, 0.5130)))
+
+
+def test_zeroshot_table_reproduces_the_papers_average(tmp_path, run):
+    a = write(tmp_path, "a.json", harness(PAPER))       # Llama-130M, Muon
+    b = write(tmp_path, "b.json", harness({"race": 0.5}, shots=5))
+    _, _, err = run("--zeroshot", a, f"vs={b}", logs=False)
+    rows = rows_of(tmp_path / "out/zeroshot.csv")
+    assert [r["task"] for r in rows] == [f"{t} ({m})" for t, m, _ in report.ZEROSHOT.values()] + ["Average"]
+    assert round(float(rows[-1]["muon"]), 2) == 39.35 and rows[-1]["vs"] == "nan"
+    assert "vs: no result of arc_easy" in err and "race has shots 5, the paper's has 0" in err
+    assert "| ReCoRD (f1) | 52.90 | – |" in (tmp_path / "out/report.md").read_text()
+
+
+def test_zeroshot_tasks_of_two_files_add_up_and_never_overwrite(tmp_path, run):
+    a = write(tmp_path, "a.json", harness({"race": 0.2}))
+    b = write(tmp_path, "b.json", harness({"piqa": 0.4}))
+    run("--zeroshot", a, b, logs=False)
+    assert [r["muon"] for r in rows_of(tmp_path / "out/zeroshot.csv") if r["muon"] != "nan"] == ["40.0", "20.0"]
+    with pytest.raises(report.UserError, match="was in an earlier file"):
+        run("--zeroshot", a, a, logs=False)
+    with pytest.raises(report.UserError, match="holds no results"):
+        run("--zeroshot", write(tmp_path, "c.json", "{}"), logs=False)

@@ -1,0 +1,185 @@
+"""
+tools/sweep.py over a tiny stand-in for a train script: grids and names, skipping, resuming, failures, pinning, Ctrl-C.
+
+    python -m pytest tests/test_sweep.py        # a few seconds
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import zlib
+
+import numpy as np
+import pytest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, os.path.join(ROOT, "tools"))
+import sweep  # noqa: E402
+
+FAKE = '''"""A stand-in."""
+# =====================================================================================================================
+# =====================================================================================================================
+# =====================================================================================================================
+"""
+final val_loss:0.0 is only quoted here
+"""
+import os, signal, sys, time
+flags = dict(arg[2:].split("=", 1) for arg in sys.argv[1:])
+if flags.get("optimizer") == "broken":
+    sys.exit("train_fake.py: error: no such optimizer")
+log = os.path.join(flags.get("log_dir", "logs"), flags["run_name"] + ".txt")
+start, ends = 0, []
+if os.path.exists(log):
+    start = int(open(log).read().rsplit("step:", 1)[1].split("/")[0])
+else:
+    with open(log, "w") as f:
+        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+        f.write(open(__file__).read() + "=" * 100 + "\\n# optim\\n" + "=" * 100 + f"\\ncores: {cores} "
+                f"threads: {os.environ['OMP_NUM_THREADS']}\\nargs: {sys.argv[1:]}\\n" + "=" * 100 + "\\n")
+signal.signal(signal.SIGINT, lambda *_: ends.append(1))
+for step in range(start + 1, 5):
+    with open(log, "a") as f:
+        f.write(f"step:{step}/4 val_loss:1.0 train_time:1.0s\\n")
+    time.sleep(float(flags.get("delay", 0)))
+    if ends:
+        open(log, "a").write("interrupted\\n")
+        sys.exit(130)
+open(log, "a").write("final val_loss:1.0\\n")
+'''
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(sweep, "gpus", lambda: [])
+    (tmp_path / "train_fake.py").write_text(FAKE)
+    return tmp_path
+
+
+def test_lists_ranges_and_brackets():
+    assert sweep.parse(["--seed=1..3,7", "--betas=(0.9,0.95),(0.8,0.98)", "--optimizer=muon"]) == {
+        "seed": ["1", "2", "3", "7"], "betas": ["(0.9,0.95)", "(0.8,0.98)"], "optimizer": ["muon"]}
+
+
+def test_names_are_readable_and_safe():
+    settings = {"seed": "3", "preset": "demo", "optimizer": "muon-nsr", "gamma": "1000", "log_dir": "elsewhere"}
+    assert sweep.run_name("train_gpt.py", settings) == "gpt-demo-muon-nsr-gamma1000-seed3"
+    settings = {"repeat": "2", "dataset": "x/y z", "seed": "1"}
+    assert sweep.run_name("a/train_llama.py", settings) == "llama-datasetx_y_z-seed1-repeat2"
+    many = {f"setting{i}": str(i) for i in range(30)}
+    names = {sweep.run_name("train_gpt.py", many | {"seed": "1", "setting0": v}) for v in "12"}
+    assert len(names) == 2 and all(len(name) < 40 for name in names)
+
+
+def test_studies():
+    seeds = sweep.grid("train_gpt.py", "seeds", {"preset": ["demo"], "seed": ["1", "2"]})
+    assert len(seeds) == 12 and list(seeds)[:2] == ["gpt-demo-muon-seed1", "gpt-demo-adamuon-seed1"]    # seed by seed
+    gamma = sweep.grid("train_gpt.py", "gamma", {"gamma": ["1", "5"]})
+    assert list(gamma) == ["gpt-muon-nsr-gamma1-seed1", "gpt-muon-nsr-gamma5-seed1", "gpt-muon-seed1",
+                           "gpt-adamuon-seed1", "gpt-muon-vs-seed1"]
+    repeat = sweep.grid("train_gpt.py", "repeat", {})
+    assert repeat["gpt-muon-vs-seed1-repeat2"] == repeat["gpt-muon-vs-seed1"] == {"seed": "1", "optimizer": "muon-vs"}
+    assert all(sweep.grid("train_gpt.py", study, {}) for study in sweep.STUDIES)
+
+
+def test_runs_skips_resumes(fake, capsys):
+    args = ["train_fake.py", "--optimizer=muon,muon-vs", "--seed=1..2"]
+    assert sweep.main(args) == 0
+    logs = sorted(p.name for p in (fake / "logs").iterdir())        # no .out is left of runs that succeeded
+    assert logs == [f"fake-{o}-seed{s}.txt" for o in ("muon", "muon-vs") for s in (1, 2)]
+    assert capsys.readouterr().out.endswith("4 runs: 4 finished, 0 failed\n")
+    text = (fake / "logs/fake-muon-seed1.txt").read_text()
+    assert "'--seed=1', '--optimizer=muon', '--run_name=fake-muon-seed1', '--resume=auto'" in text
+    (fake / "logs/fake-muon-seed1.txt").write_text(text[:text.index("step:3/4")])      # as if it had been killed
+    before = (fake / "logs/fake-muon-seed2.txt").stat().st_mtime_ns
+    assert sweep.main(args) == 0 and "4 runs, 3 of them finished before" in capsys.readouterr().out
+    assert (fake / "logs/fake-muon-seed1.txt").read_text() == text
+    assert (fake / "logs/fake-muon-seed2.txt").stat().st_mtime_ns == before
+
+
+def test_dry_run_runs_nothing(fake, capsys, monkeypatch):
+    assert sweep.main(["train_fake.py", "--optimizer=muon,muon-vs", "--dry_run"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("new   ") == 2 and "--optimizer=muon-vs --run_name=fake-muon-vs --resume=auto" in out
+    monkeypatch.setattr(sweep, "gpus", lambda: ["0", "1"])
+    assert sweep.main(["train_fake.py", "--seed=1", "--nproc=2", "--dry_run"]) == 0
+    assert "-m torch.distributed.run --standalone --nproc_per_node=2 train_fake.py --seed=1" in capsys.readouterr().out
+    assert not (fake / "logs").exists()
+
+
+def test_failures_are_named_and_the_rest_goes_on(fake, capsys):
+    assert sweep.main(["train_fake.py", "--optimizer=broken,muon", "--seed=1"]) == 1
+    out, err = capsys.readouterr()
+    assert "failed    fake-broken-seed1" in err and "train_fake.py: error: no such optimizer" in err
+    assert out.endswith("2 runs: 1 finished, 1 failed\n  fake-broken-seed1\n")
+    assert (fake / "logs/fake-muon-seed1.txt").exists()
+
+
+@pytest.mark.skipif(len(getattr(os, "sched_getaffinity", lambda _: [])(0)) < 2, reason="needs two cores")
+def test_jobs_get_their_own_cores(fake):
+    assert sweep.main(["train_fake.py", "--optimizer=muon", "--seed=1,2", "--jobs=2", "--delay=0.1"]) == 0
+    logs = [(fake / f"logs/fake-muon-delay0.1-seed{seed}.txt").read_text() for seed in (1, 2)]
+    found = [re.search(r"^cores: (.*) threads: (\d+)$", log, re.M) for log in logs]
+    cores = [set(map(int, re.findall(r"\d+", m[1]))) for m in found]
+    assert not cores[0] & cores[1] and [len(c) for c in cores] == [int(m[2]) for m in found]
+
+
+def test_jobs_get_their_own_gpus(fake, monkeypatch):
+    places = sweep.places(2, 2, ["0", "1", "5", "7"])
+    assert [env["CUDA_VISIBLE_DEVICES"] for _, env in places] == ["0,1", "5,7"]
+    monkeypatch.undo()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    assert sweep.gpus() == ["3", "5"]
+
+
+def test_ctrl_c_reaches_the_runs_and_the_same_command_goes_on(fake):
+    command = [sys.executable, os.path.join(ROOT, "tools/sweep.py"), "train_fake.py", "--optimizer=muon", "--seed=1,2"]
+    process = subprocess.Popen([*command, "--delay=0.3"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    log = fake / "logs/fake-muon-delay0.3-seed1.txt"
+    deadline = time.time() + 20
+    while not (log.exists() and "step:1/4" in log.read_text()) and time.time() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 130 and "waiting for 1 runs" in err and "Traceback" not in err
+    assert log.read_text().endswith("step:1/4 val_loss:1.0 train_time:1.0s\ninterrupted\n")
+    assert subprocess.run([*command, "--delay=0.3"], capture_output=True).returncode == 0
+    assert log.read_text().count("step:1/4") == 1 and log.read_text().endswith("final val_loss:1.0\n")
+
+
+def test_train_gpt_end_to_end(fake, capsys):
+    """The real script: two runs of two updates, found finished by a second sweep, read by report.py."""
+    report = pytest.importorskip("report")
+    pytest.importorskip("scipy")
+    tokens = np.random.default_rng(0).integers(0, 256, 4096).astype(np.uint16)
+    header = np.zeros(256, np.int32)
+    header[:7] = 20240520, 1, len(tokens), 257, 256, np.uint32(zlib.crc32(tokens.tobytes())).astype(np.int32), 1
+    (fake / "data/tiny").mkdir(parents=True)
+    for split in "train", "val":
+        (fake / f"data/tiny/tiny_{split}_000000.bin").write_bytes(header.tobytes() + tokens.tobytes())
+    flags = dict(dataset="tiny", n_layer=1, n_head=1, n_embd=16, block_size=32, batch_size=2, micro_batch_size=2,
+                 max_iters=2, warmup_iters=0, eval_interval=1, val_tokens=256, sample_tokens=0, compile="false",
+                 device="cpu")
+    command = [os.path.join(ROOT, "train_gpt.py"), "--optimizer=muon,muon-vs", "--seed=1",
+               *(f"--{k}={v}" for k, v in flags.items())]
+    assert sweep.main(command) == 0, capsys.readouterr().err
+    assert sweep.main(command) == 0 and "2 runs, 2 of them finished before" in capsys.readouterr().out
+    rows = report.build_experiments(report.read_logs([fake / "logs"]), "muon")[0].rows
+    assert [(r.label, r.steps.tolist()) for r in rows] == [("muon", [0, 1, 2]), ("muon-vs", [0, 1, 2])]
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("args, message", [
+    (["nowhere.py"], "no script 'nowhere.py'"),
+    (["train_fake.py", "--study=none"], "unknown study 'none'; expected one of seeds"),
+    (["train_fake.py", "--jobs=0"], "found --jobs=0"), (["train_fake.py", "--jobs=9999"], "needs 9999 cores"),
+    (["train_fake.py", "--seed"], "found '--seed'"), (["train_fake.py", "--seed=1,,2"], "found '--seed=1,,2'")])
+def test_mistakes_are_one_line(fake, args, message):
+    command = [sys.executable, os.path.join(ROOT, "tools/sweep.py"), *args]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("sweep.py: error: ") and message in done.stderr
+    assert done.stderr.count("\n") == 1 and not (fake / "logs").exists()
