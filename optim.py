@@ -6,13 +6,14 @@ One file, torch only: copy it next to your script.
     opt = Muon(matrices, lr=6e-4, variant="muon-vs", momentum=0.95, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     aux = AdamW(embeddings_head_and_vectors, lr=6e-4)
 
-A Muon variant is a pure function from gradient and state to the proxy that Newton-Schulz orthogonalises; a few also act
-on what comes out. Everything element-wise is one compiled pass over memory before Newton-Schulz and one after it.
+A variant is a pure function from gradient and state to the proxy that Newton-Schulz orthogonalises; a few also act on what
+comes out. Everything element-wise is one compiled function before Newton-Schulz and one after it.
 
 Shapes: W, G, M, Γ are (..., m, n), m the output and n the input dimension. Symbols are the paper's: β momentum, η lr,
-λ weight decay, γ the coefficient of Muon-NSR, ε the gates' stabiliser, ^ bias-corrected, ~ with Nesterov's lookahead.
+λ weight decay, γ the coefficient of Muon-NSR, ε the gates' stabiliser, hat bias-corrected, tilde with Nesterov's lookahead.
 """
 import math
+import types
 import warnings
 from typing import Callable, NamedTuple
 
@@ -26,78 +27,75 @@ from torch import Tensor
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # quintic with the steepest slope at 0 (Keller Jordan, 2024)
 
 
+@torch.no_grad()
 def newton_schulz(G: Tensor, steps: int = 5, eps: float = 1e-7, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Approximate polar factor U Vᵀ of G = U S Vᵀ: `steps` times X <- aX + (bA + cA²)X with A = XXᵀ, from X = G / (|G|_F + eps).
 
     G: (..., m, n), any float dtype; normalised in fp32 (fp64 for fp64), iterated in `dtype`. Returns (..., m, n) in `dtype`.
-    A zero matrix gives zero. On a CPU each matrix is iterated on its m x m Gram matrix, on a GPU the whole batch directly.
-    Raises ValueError for fewer than two dimensions.
+    A zero matrix gives zero. Raises ValueError for fewer than two dimensions.
     """
     if G.ndim < 2:
         raise ValueError(f"newton_schulz takes (..., m, n), found shape {tuple(G.shape)}; give vectors to AdamW")
-    return _iterate(_normalise(G, eps).to(dtype), steps)
+    X = _normalise(G.to(torch.promote_types(G.dtype, torch.float32)), eps).to(dtype)
+    return _iterate(X.reshape(-1, *G.shape[-2:]), steps).view(G.shape)
 
 
 def _normalise(X: Tensor, eps: float) -> Tensor:
-    X = X if X.dtype == torch.float64 else X.float()
-    norm = X.double().square().sum((-2, -1), keepdim=True).sqrt().to(X.dtype)  # in fp64 no square over- or underflows
-    return X / (norm + eps)
+    wide = X if X.device.type == "mps" else X.double()  # in fp64 no square over- or underflows; MPS has none
+    return X / (wide.square().sum((-2, -1), keepdim=True).sqrt() + eps).to(X.dtype)
 
 
 def _iterate(X: Tensor, steps: int) -> Tensor:
-    if X.device.type != "cpu":
-        return _iterate_batch(X, steps)
-    if X.ndim == 2:
-        return _iterate_gram(X, steps)
-    return torch.stack([_iterate_gram(x, steps) for x in X.flatten(0, -3)]).view_as(X)  # bmm is slower than mm on a CPU
+    """Newton-Schulz from a normalised X (k, m, n): on a GPU the whole batch at once, on a CPU each matrix with fewer operations."""
+    if X.device.type == "cpu":
+        return torch.stack([_iterate_gram(x, steps) for x in X]) if len(X) > 1 else _iterate_gram(X[0], steps)[None]
+    return _iterate_batch(X, steps)
 
 
 def _iterate_batch(X: Tensor, steps: int) -> Tensor:
-    """The iteration as it is written, for a whole batch (..., m, n)."""
+    """The iteration as it is written."""
     a, b, c = NS_COEFFICIENTS
-    shape, tall = X.shape, X.size(-2) > X.size(-1)
-    X = (X.mT if tall else X).reshape(-1, min(shape[-2:]), max(shape[-2:]))
+    X, tall = (X.mT, True) if X.size(-2) > X.size(-1) else (X, False)
     for _ in range(steps):
         A = X @ X.mT
         B = torch.baddbmm(A, A, A, beta=b, alpha=c)
         X = torch.baddbmm(X, B, X, beta=a)
-    return (X.mT if tall else X).reshape(shape)
+    return X.mT if tall else X
 
 
 def _iterate_gram(X: Tensor, steps: int) -> Tensor:
     """The same polynomial with fewer operations, for one matrix (m, n); m <= n is described, m > n is its mirror image.
 
-    Two iterations share one Gram matrix R = XXᵀ: R is carried through the first by m x m products alone, as all of them
-    are polynomials in R, so symmetric and commuting. R is computed afresh after the first, third, fifth... iteration, or
-    rounding would build up; and it is held as R = μI + E, μ = tr(R)/m, because bf16 keeps the small E more exactly than R.
+    An iteration is X <- ZX with Z = aI + bR + cR² and R = XXᵀ. Two of them need one R only: the second's is ZRZ, and products
+    of m x m matrices are cheaper than those with X where n is large. All are polynomials in R, so they commute and are
+    symmetric. Every second R is used once only, or rounding would build up: 2 + 1 + 2 iterations. And each m x m matrix is held
+    as a multiple of I and a rest, R = μI + E, because bf16 keeps a small rest more exactly than the whole.
     """
     a, b, c = NS_COEFFICIENTS
     tall = X.size(0) > X.size(1)
-    m, n = min(X.shape), max(X.shape)
-    done = 0
-    while done < steps:
-        together = 2 if done > 0 and done + 2 <= steps and n >= 2 * m else 1
-        done += together
+    m, n, pair = min(X.shape), max(X.shape), False
+    eye = torch.eye(m, dtype=X.dtype)
+    while steps > 0:
         mu = torch.linalg.vector_norm(X).item() ** 2 / m
-        E = torch.zeros(m, m, dtype=X.dtype)
-        E.diagonal().fill_(mu)
-        E = _symmetric(E, X.mT if tall else X, X if tall else X.mT, beta=-1)      # R - μI
-        z, F = a + b * mu + c * mu**2, _symmetric(E, E, E, b + 2 * c * mu, c)    # Z = aI + bR + cR² = zI + F
-        if together == 2:
-            R = _add_diagonal(E, mu)
-            T = _symmetric(E, F, R, z)                                           # ZR - zμI
-            mu2 = z * z * mu
-            E = _symmetric(T, _add_diagonal(T, z * mu), F, z)                    # the next R = ZRZ, less z²μI
-            z2, F2 = a + b * mu2 + c * mu2**2, _symmetric(E, E, E, b + 2 * c * mu2, c)
-            z, F = z * z2, _symmetric(F, _add_diagonal(F, z), F2, z2)            # the product of both Z, less z z2 I
+        E = _symmetric(eye, X.mT if tall else X, X if tall else X.mT, beta=-mu)
+        z, F = _polynomial(mu, E)
+        if pair := n >= 2 * m and steps > 1 and not pair:
+            z2, F2 = _polynomial(*_product(*_product(mu, E, z, F), z, F))
+            z, F = _product(z, F, z2, F2)
         X = torch.addmm(X, X, F, beta=z) if tall else torch.addmm(X, F, X, beta=z)
+        steps -= 2 if pair else 1
     return X
 
 
-def _add_diagonal(A: Tensor, value: float) -> Tensor:
-    A = A.clone()
-    A.diagonal().add_(value)
-    return A
+def _polynomial(mu: float, E: Tensor) -> tuple[float, Tensor]:
+    """aI + bR + cR² of R = μI + E, as a multiple of I and a rest."""
+    a, b, c = NS_COEFFICIENTS
+    return a + b * mu + c * mu**2, _symmetric(E, E, E, beta=b + 2 * c * mu, alpha=c)
+
+
+def _product(x: float, A: Tensor, y: float, B: Tensor) -> tuple[float, Tensor]:
+    """(xI + A)(yI + B) of matrices that commute, as a multiple of I and a rest; y is not 0."""
+    return x * y, _symmetric(torch.add(A, B, alpha=x / y), A, B, beta=y)
 
 
 def _symmetric(C: Tensor, A: Tensor, B: Tensor, beta: float, alpha: float = 1.0) -> Tensor:
@@ -117,83 +115,83 @@ def _symmetric(C: Tensor, A: Tensor, B: Tensor, beta: float, alpha: float = 1.0)
 
 
 class Hyper(NamedTuple):
-    """What a variant reads besides gradient and state: 0-d tensors, so that a new value recompiles nothing, and constants."""
-    beta: Tensor      # β, the momentum
-    beta2: Tensor     # β₂, decay of a second moment that is not tied to the momentum
-    gamma: Tensor     # γ
-    bias: Tensor      # 1 - βᵗ, the bias correction of this step: () or (k, 1, 1)
-    eps: float        # ε
+    """What an update reads besides gradient and state: 0-d tensors, so that a new value recompiles nothing, and constants."""
+    lr: Tensor            # η
+    weight_decay: Tensor  # λ
+    beta: Tensor          # β, the momentum
+    beta2: Tensor         # β₂, decay of a second moment that is not tied to the momentum
+    gamma: Tensor         # γ
+    bias: Tensor          # 1 - βᵗ, the bias correction of this step: () or (k, 1, 1)
+    scale: Tensor | None  # s; None is AdaMuon's s = 0.2 √(mn) / |O|_F
+    eps: float            # ε
+    ns_eps: float
     nesterov: bool
-
-
-def _momentum(G, S, h):
-    M = h.beta * S["momentum"] + G                                   # M_t = β M_{t-1} + G_t
-    M_tilde = G + h.beta * M if h.nesterov else M
-    return M_tilde, {**S, "momentum": M}
-
-
-def _mean_and_variance(G, S, h):
-    """Algorithm 1, lines 4 to 7: EMAs of the gradient and of its squared distance to the mean so far."""
-    M_old = S["momentum"]
-    M = h.beta * M_old + (1 - h.beta) * G                            # line 4
-    var = h.beta * S["variance"] + h.beta * (1 - h.beta) * (M_old - G) ** 2  # line 5, Γ
-    M_hat, var_hat = M / h.bias, var / h.bias                        # line 6
-    M_tilde = G + h.beta / (1 - h.beta) * M_hat if h.nesterov else M_hat  # line 7
-    return M_tilde, var_hat, {"momentum": M, "variance": var}
 
 
 def muon(G, S, h):
     """Muon (Jordan et al., 2024), the paper's eq. muon_direction_revised."""
-    return _momentum(G, S, h)
+    M = h.beta * S["momentum"] + G                                            # M_t = β M_{t-1} + G_t
+    M_tilde = G + h.beta * M if h.nesterov else M
+    return M_tilde, {"momentum": M}
+
+
+def mean_and_variance(G, S, h):
+    """Algorithm 1, lines 4 to 7: EMAs of the gradient and of its squared distance to the mean so far."""
+    M_old = S["momentum"]
+    M = h.beta * M_old + (1 - h.beta) * G                                     # line 4
+    var = h.beta * S["variance"] + h.beta * (1 - h.beta) * (M_old - G) ** 2   # line 5, Γ
+    M_hat, var_hat = M / h.bias, var / h.bias                                 # line 6
+    M_tilde = G + h.beta / (1 - h.beta) * M_hat if h.nesterov else M_hat      # line 7
+    return M_tilde, var_hat, {"momentum": M, "variance": var}
 
 
 def muon_nsr(G, S, h):
     """Muon-NSR: Algorithm 1 with τ = NSR, eq. method_nsr."""
-    M_tilde, var_hat, S = _mean_and_variance(G, S, h)
+    M_tilde, var_hat, S = mean_and_variance(G, S, h)
     return M_tilde / ((M_tilde**2 + h.gamma * var_hat).sqrt() + h.eps), S     # line 9
 
 
 def muon_vs(G, S, h):
     """Muon-VS: Algorithm 1 with τ = VS."""
-    M_tilde, var_hat, S = _mean_and_variance(G, S, h)
+    M_tilde, var_hat, S = mean_and_variance(G, S, h)
     return M_tilde / (var_hat.sqrt() + h.eps), S                              # line 11
 
 
 def muon_nsr_post(G, S, h):
     """Muon-NSR-Reshuffled: Algorithm 2, the gate of Muon-NSR moved behind Newton-Schulz (lines 4 to 7)."""
-    M_tilde, _, S = _mean_and_variance(G, S, h)
+    M_tilde, _, S = mean_and_variance(G, S, h)
     return M_tilde, S
 
 
 def muon_nsr_post_after(O, G, S, h):
-    M_hat, var_hat = S["momentum"] / h.bias, S["variance"] / h.bias
+    M_hat, var_hat = S["momentum"] / h.bias, S["variance"] / h.bias           # of this step, as above
     M_tilde = G + h.beta / (1 - h.beta) * M_hat if h.nesterov else M_hat
-    return O / (1 + h.gamma * var_hat / (M_tilde**2 + h.eps)).sqrt(), S       # Algorithm 2, lines 9 and 10
+    return O / (1 + h.gamma * var_hat / (M_tilde**2 + h.eps)).sqrt(), {}      # lines 9 and 10
 
 
 def adamuon(G, S, h):
     """AdaMuon (Si et al., 2025): Newton-Schulz of the sign, then Adam's second moment of the result."""
-    M_tilde, S = _momentum(G, S, h)
+    M_tilde, S = muon(G, S, h)
     return M_tilde.sign(), S
 
 
 def adamuon_after(O, G, S, h):
     V = h.beta * S["second_moment"] + (1 - h.beta) * O**2
-    return O / (V.sqrt() + h.eps), {**S, "second_moment": V}
+    return O / (V.sqrt() + h.eps), {"second_moment": V}
 
 
 def normuon_after(O, G, S, h):
     """NorMuon (Li et al., 2025): one second moment a row (neuron) of the result, whose Frobenius norm is then restored."""
     v = h.beta2 * S["row_moment"] + (1 - h.beta2) * O.square().mean(-1, keepdim=True)
     P = O / (v.sqrt() + h.eps)
-    return P * _frobenius(O) / _frobenius(P).clamp_min(1e-30), {**S, "row_moment": v}
+    return P * _frobenius(O) / _frobenius(P).clamp_min(1e-30), {"row_moment": v}
 
 
 def muon2(G, S, h):
     """Muon² (Liu et al., 2026): Adam's uncentred second moment before Newton-Schulz."""
-    M_tilde, S = _momentum(G, S, h)
+    M_tilde, new = muon(G, S, h)
     V = h.beta2 * S["second_moment"] + (1 - h.beta2) * G**2
-    return M_tilde / (V.sqrt() + h.eps), {**S, "second_moment": V}
+    return M_tilde / (V.sqrt() + h.eps), {**new, "second_moment": V}
 
 
 def _frobenius(X: Tensor) -> Tensor:
@@ -202,7 +200,7 @@ def _frobenius(X: Tensor) -> Tensor:
 
 class Variant(NamedTuple):
     proxy: Callable
-    state: tuple[str, ...]            # names of the buffers a matrix has; "row_moment" is (m, 1), the others are (m, n)
+    state: tuple[str, ...]            # names of a matrix's buffers; "row_moment" is (m, 1), the others are (m, n)
     after: Callable | None = None
 
 
@@ -218,74 +216,82 @@ VARIANTS = {
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The two passes over memory around Newton-Schulz, and AdamW: compiled, in place; where G is not finite nothing is written
+# The passes over memory around Newton-Schulz, and AdamW: compiled, in place; where G is not finite nothing is written
 
 LARGEST = 1e15  # gradients are clamped here, so that the squares and sums that follow stay finite in fp32
 
 
-def _before(proxy, G, S, h, ns_eps, ns_dtype, compute):
-    """Gradient and state to the normalised proxy (..., m, n) in Newton-Schulz's dtype, and which matrices of G are finite."""
-    ok = torch.isfinite(G).flatten(-2).all(-1)[..., None, None]
-    X, new = proxy(_clean(G, ok, compute), {name: s.to(compute) for name, s in S.items()}, h)
+def _before(proxy, G, S, h, X):
+    """Gradient and state to the normalised proxy X (k, m, n), in Newton-Schulz's dtype. Returns which gradients are finite."""
+    ok = torch.isfinite(G).flatten(-2).all(-1)[:, None, None]
+    proxied, new = proxy(_clean(G, ok), _wide(S), h)
     _store(S, new, ok)
-    return _normalise(X, ns_eps).to(ns_dtype), ok
+    X.copy_(_normalise(proxied, h.ns_eps))
+    return ok
 
 
-def _after(after, W, O, G, S, h, lr, weight_decay, scale, noise, ok, compute):
-    """Line 14: W <- W (1 - ηλ) - η s O. scale is s, or None for AdaMuon's s = 0.2 √(mn) / |O|_F."""
-    O = O.to(compute)
+def _after(after, W, O, G, S, h, noise, ok):
+    """Line 14: W <- W (1 - ηλ) - η s O."""
+    O = O.to(_compute_dtype(W))
     if after is not None:
-        O, new = after(O, _clean(G, ok, compute), {name: s.to(compute) for name, s in S.items()}, h)
+        O, new = after(O, _clean(G, ok), _wide(S), h)
         _store(S, new, ok)
-    if scale is None:
-        scale = 0.2 * math.sqrt(O.size(-2) * O.size(-1)) / _frobenius(O).clamp_min(1e-30)
-    new = W.to(compute) * (1 - lr * weight_decay) - lr * scale * O
-    W.copy_(torch.where(ok, _round(new, W, noise), W))
+    scale = h.scale if h.scale is not None else 0.2 * math.sqrt(O.size(-2) * O.size(-1)) / _frobenius(O).clamp_min(1e-30)
+    _write(W, W.to(O.dtype) * (1 - h.lr * h.weight_decay) - h.lr * scale * O, noise, ok)
 
 
-def _adamw(W, G, S, ok, lr, weight_decay, beta1, beta2, bias1, bias2, eps, noise, compute):
+def _adamw(W, G, S, lr, weight_decay, beta1, beta2, bias1, bias2, eps, noise, ok):
     """AdamW (Loshchilov & Hutter, 2019) for one tensor of any shape."""
-    G = _clean(G, ok, compute)
-    M = beta1 * S["exp_avg"].to(compute) + (1 - beta1) * G
-    V = beta2 * S["exp_avg_sq"].to(compute) + (1 - beta2) * G**2
+    G, old = _clean(G, ok), _wide(S)
+    M = beta1 * old["exp_avg"] + (1 - beta1) * G
+    V = beta2 * old["exp_avg_sq"] + (1 - beta2) * G**2
     _store(S, {"exp_avg": M, "exp_avg_sq": V}, ok)
-    new = W.to(compute) * (1 - lr * weight_decay) - lr * (M / bias1) / ((V / bias2).sqrt() + eps)
-    W.copy_(torch.where(ok, _round(new, W, noise), W))
+    _write(W, W.to(M.dtype) * (1 - lr * weight_decay) - lr * (M / bias1) / ((V / bias2).sqrt() + eps), noise, ok)
 
 
-def _clean(G, ok, compute):
-    return torch.where(ok, G, 0).to(compute).clamp(-LARGEST, LARGEST)
+def _compute_dtype(t: Tensor) -> torch.dtype:
+    return torch.promote_types(t.dtype, torch.float32)
+
+
+def _clean(G, ok):
+    return torch.where(ok, G, 0).to(_compute_dtype(G)).clamp(-LARGEST, LARGEST)
+
+
+def _wide(S):
+    return {name: s.to(_compute_dtype(s)) for name, s in S.items()}
 
 
 def _store(S, new, ok):
-    for name, old in S.items():
-        if name in new:
-            old.copy_(torch.where(ok, new[name], old))
+    for name, value in new.items():
+        S[name].copy_(torch.where(ok, value, S[name]))
 
 
-def _round(new, W, noise):
-    """To W's dtype; with noise (int32 in [0, 65536), W's shape) stochastically from fp32 to bf16: add to the bits, then cut."""
-    if noise is None:
-        return new.to(W.dtype)
-    return ((new.view(torch.int32) + noise) & -65536).view(torch.float32).to(W.dtype)
+def _write(W, new, noise, ok):
+    """new to W, with noise (int32 in [0, 65536), W's shape) rounded stochastically to bf16: add to the fp32 bits, then cut."""
+    if noise is not None:
+        new = ((new.view(torch.int32) + noise) & -65536).view(torch.float32)
+    W.copy_(torch.where(ok, new.to(W.dtype), W))
 
 
-_compiled: dict = {}  # function -> its compiled form, or itself where torch.compile failed
+_compiled: dict = {}  # (function, constants) -> its compiled form; None -> torch.compile failed
 
 
 def _run(compile: bool, function: Callable, *args):
     """function(*args) through torch.compile, one graph for all shapes; where no compiler works eagerly, after one warning."""
-    if not compile:
+    if not compile or None in _compiled:
         return function(*args)
+    key = (function, args[0] if callable(args[0]) else None)
     try:
-        if function not in _compiled:
-            _compiled[function] = torch.compile(function, dynamic=True, fullgraph=True)
-        return _compiled[function](*args)
-    except torch._dynamo.exc.TorchDynamoException as error:
-        _compiled.update({f: f for f in (_before, _after, _adamw)})
+        if key not in _compiled:  # a code object each, because Dynamo limits the graphs of one
+            own_code = types.FunctionType(function.__code__.replace(), function.__globals__)
+            _compiled[key] = torch.compile(own_code, dynamic=True, fullgraph=True)
+        return _compiled[key](*args)
+    except Exception as error:
+        result = function(*args)  # an error that is not the compiler's comes again here
+        _compiled[None] = error
         warnings.warn(f"the optimizer runs uncompiled, so slower: torch.compile failed ({type(error).__name__}: "
                       f"{str(error).strip().splitlines()[0][:150]}); install a C++ compiler, or pass compile=False")
-        return function(*args)
+        return result
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -309,12 +315,13 @@ class _Sharded(torch.optim.Optimizer):
     """
 
     def __init__(self, params, defaults: dict):
-        self._forget_layout()
+        self._buckets = None
+        self.skipped = 0  # updates of this rank left out so far because a gradient was not finite; a tensor after a step
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict):  # pickle and deepcopy pass here
         super().__setstate__(state)
-        self._forget_layout()
+        self._buckets, self.skipped = None, 0
 
     def add_param_group(self, param_group: dict):
         super().add_param_group(param_group)
@@ -322,24 +329,17 @@ class _Sharded(torch.optim.Optimizer):
             self._check(i, p)
         self._buckets = None
 
-    def _forget_layout(self):
-        self._buckets = None    # [(group, its parameters of one shape, dtype and device)]
-        self._ranges = {}       # parameter -> (first unit, last unit + 1) for each rank
-        self._batches = {}      # a GPU's buckets: state of all units of all parameters in one tensor a name
-        self.skipped = 0        # units not updated so far because their gradient was not finite; a tensor after a step
-
     def _layout(self) -> list[tuple[dict, list[Tensor]]]:
+        """[(group, its parameters of one shape, dtype and device)]; sets _ranges: parameter -> (first, last + 1) unit of each rank."""
         if self._buckets is None:
-            buckets: dict = {}
-            for i, group in enumerate(self.param_groups):
+            self._buckets, self._ranges, load = [], {}, [0] * _world()
+            for group in self.param_groups:  # in this order, so that a group that is added later moves nothing
+                alike: dict = {}
                 for p in group["params"]:
-                    buckets.setdefault((i, p.shape, p.dtype, p.device), []).append(p)
-            self._buckets, self._batches = [(self.param_groups[key[0]], bucket) for key, bucket in buckets.items()], {}
-            load = [0] * _world()
-            for p, ranges in self._ranges.items():  # of an earlier layout: their state stays where it is
-                load = [have + (stop - start) * self._cost(p) for have, (start, stop) in zip(load, ranges)]
-            for _, bucket in sorted(self._buckets, key=lambda b: -self._cost(b[1][0])):
-                self._assign([p for p in bucket if p not in self._ranges], load)
+                    alike.setdefault((p.shape, p.dtype, p.device), []).append(p)
+                for bucket in sorted(alike.values(), key=lambda bucket: -self._cost(bucket[0])):
+                    self._assign(bucket, load)
+                    self._buckets.append((group, bucket))
         return self._buckets
 
     def _own(self, p: Tensor, t: Tensor) -> Tensor:
@@ -360,12 +360,11 @@ class _Sharded(torch.optim.Optimizer):
                 loss = closure()
         finite, exchanges = [], []
         for group, bucket in self._layout():
-            for p in bucket:
-                if p.grad is not None:
-                    if p not in self.state:
-                        self.state[p] = self._new_state(group, p)
-                    self.state[p]["step"] += 1
             mine = [p for p in bucket if p.grad is not None and len(self._own(p, p))]
+            for p in mine:
+                if p not in self.state:
+                    self.state[p] = self._new_state(group, p)
+                self.state[p]["step"] += 1
             if mine:
                 finite += self._update(group, mine)
             exchanges.append(self._exchange(bucket, [self._own(p, p.detach()) for p in bucket]))
@@ -373,7 +372,7 @@ class _Sharded(torch.optim.Optimizer):
             for p, start, stop, units in received():
                 self._units(p.detach())[start:stop].copy_(units)
         if finite:
-            bad = torch.cat([~ok.flatten() for ok in finite]).sum()
+            bad = sum((~ok).sum() for ok in finite)
             self.skipped = self.skipped + bad
             if bad.device.type == "cpu" and bad:
                 warnings.warn(f"{type(self).__name__}: a gradient is not finite; {int(bad)} of the updates were left out")
@@ -390,7 +389,8 @@ class _Sharded(torch.optim.Optimizer):
         mine = torch.cat([mine, mine.new_zeros(most - len(mine), *mine.shape[1:])])  # equal sizes on all ranks
         everyone = mine.new_empty(_world(), *mine.shape)
         as_bytes = lambda t: t.view(-1).view(torch.uint8)  # any dtype
-        work = dist.all_gather_into_tensor(as_bytes(everyone), as_bytes(mine), async_op=True)
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name until torch 2.12
+        work = gather(as_bytes(everyone), as_bytes(mine), async_op=True)
 
         def received(held=mine):
             work.wait()
@@ -407,22 +407,26 @@ class _Sharded(torch.optim.Optimizer):
     def state_dict(self) -> dict:
         """The whole state in torch's format, every buffer in its parameter's shape. With several ranks all must call it."""
         packed = super().state_dict()
-        packed["state"] = {}
-        index = {p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
-        for group, bucket in self._layout():
-            for p in bucket:
-                if p not in self.state and _world() == 1:
-                    continue
-                entry = packed["state"][index[p]] = dict(self.state.get(p) or self._new_state(group, p))
-                for name, mine in entry.items():
-                    if name != "step":
-                        whole = mine.new_empty(len(self._units(p)), *mine.shape[1:])
-                        start, stop = self._ranges[p][_rank()]
-                        whole[start:stop] = mine
-                        for _, start, stop, units in self._exchange([p], [mine])():
-                            whole[start:stop] = units
-                        entry[name] = whole.view(self._whole_shape(p, mine))
-        packed["state"] = dict(sorted(packed["state"].items()))
+        packed["state"], params = {}, [p for group in self.param_groups for p in group["params"]]
+        layout = self._layout()
+        steps = [self.state[p]["step"] if p in self.state else 0 for p in params]
+        if _world() > 1:  # a parameter's owner knows
+            everyone = [None] * _world()
+            dist.all_gather_object(everyone, steps)
+            steps = [max(of_p) for of_p in zip(*everyone)]
+        group_of = {p: group for group, bucket in layout for p in bucket}
+        for i, (p, step) in enumerate(zip(params, steps)):
+            if step == 0:
+                continue
+            packed["state"][i] = {"step": step}
+            for name, mine in (self.state.get(p) or self._new_state(group_of[p], p)).items():
+                if name != "step":
+                    whole = mine.new_empty(len(self._units(p)), *mine.shape[1:])
+                    start, stop = self._ranges[p][_rank()]
+                    whole[start:stop] = mine
+                    for _, start, stop, units in self._exchange([p], [mine])():
+                        whole[start:stop] = units
+                    packed["state"][i][name] = whole.view(self._whole_shape(p, mine))
         return packed
 
     @torch.no_grad()
@@ -436,31 +440,31 @@ class _Sharded(torch.optim.Optimizer):
         if found != expected:
             raise ValueError(f"the state is of parameter groups of {found} tensors, this optimizer has {expected}: "
                              "build it with the same parameters in the same order")
-        saved_groups = [{**{k: v for k, v in saved.items() if k not in ("params", "compile")}} for saved in state_dict["param_groups"]]
-        group_of = {p: {**group, **saved} for group, saved in zip(self.param_groups, saved_groups) for p in group["params"]}
+        hyper = [{k: v for k, v in saved.items() if k not in ("params", "compile")} for saved in state_dict["param_groups"]]
+        group_of = {p: {**group, **saved} for group, saved in zip(self.param_groups, hyper) for p in group["params"]}
         self._layout()
         state = {}
         for i, entry in state_dict["state"].items():
             p = params[int(i)]
-            state[p] = self._new_state(group_of[p], p)
-            if set(entry) != set(state[p]):
-                raise ValueError(f"the state of parameter {i} has {sorted(entry)}, expected {sorted(state[p])}: "
+            new = self._new_state(group_of[p], p)
+            if set(entry) != set(new):
+                raise ValueError(f"the state of parameter {i} has {sorted(entry)}, expected {sorted(new)}: "
                                  "it is of another optimizer or variant")
-            for name, mine in state[p].items():
+            start, stop = self._ranges[p][_rank()]
+            for name, mine in new.items():
                 if name == "step":
-                    state[p][name] = int(entry[name])
-                    continue
-                if entry[name].shape != self._whole_shape(p, mine):
+                    new[name] = int(entry[name])
+                elif entry[name].shape != self._whole_shape(p, mine):
                     raise ValueError(f"{name} of parameter {i} has shape {tuple(entry[name].shape)}, "
                                      f"expected {tuple(self._whole_shape(p, mine))}")
-                start, stop = self._ranges[p][_rank()]
-                units = entry[name].reshape(-1, *mine.shape[1:])[start:stop]
-                state[p][name] = units.to(p.device, copy=True).contiguous()
-        for group, saved in zip(self.param_groups, saved_groups):
+                else:
+                    new[name] = entry[name].reshape(-1, *mine.shape[1:])[start:stop].to(p.device, copy=True).contiguous()
+            if stop > start:
+                state[p] = new
+        for group, saved in zip(self.param_groups, hyper):
             group.update(saved)
         self.state.clear()
         self.state.update(state)
-        self._batches = {}
 
 
 def _noise(group: dict, W: Tensor) -> Tensor | None:
@@ -469,12 +473,8 @@ def _noise(group: dict, W: Tensor) -> Tensor | None:
     return torch.randint(0, 65536, W.shape, dtype=torch.int32, device=W.device)
 
 
-def _compute_dtype(W: Tensor) -> torch.dtype:
-    return torch.promote_types(W.dtype, torch.float32)
-
-
-def _scalar(value) -> Tensor:
-    return torch.tensor(float(value), dtype=torch.float64)  # 0-d, so it never changes the dtype of what it multiplies
+def _scalar(value, p: Tensor) -> Tensor:  # 0-d, so it never changes the dtype of what it multiplies
+    return torch.tensor(value, dtype=torch.float32 if p.device.type == "mps" else torch.float64)
 
 
 class Muon(_Sharded):
@@ -505,10 +505,10 @@ class Muon(_Sharded):
         for name, choices in (("variant", tuple(VARIANTS)), ("adjust_lr_fn", ("original", "match_rms_adamw", "frobenius"))):
             if group[name] not in choices:
                 raise ValueError(f"{name} is {group[name]!r}, expected one of {', '.join(choices)}")
-        for name, low, high in (("lr", 0, math.inf), ("momentum", 0, 1), ("beta2", 0, 1), ("weight_decay", 0, math.inf),
-                                ("gamma", 0, math.inf), ("eps", 0, math.inf), ("ns_steps", 0, math.inf)):
-            if not low <= group[name] < high:
-                raise ValueError(f"{name} is {group[name]}, expected a number in [{low}, {high})")
+        for name, high in dict(lr=math.inf, momentum=1, beta2=1, weight_decay=math.inf, gamma=math.inf, eps=math.inf,
+                               ns_steps=math.inf).items():
+            if not 0 <= group[name] < high:
+                raise ValueError(f"{name} is {group[name]}, expected a number in [0, {high})")
         super().add_param_group(param_group)
 
     def _check(self, i, p):
@@ -529,18 +529,17 @@ class Muon(_Sharded):
         return m * m * (2 * n + m)
 
     def _assign(self, params, load):
-        """An equal number of this shape's matrices to each rank, what is left over to those with the least work so far."""
-        total = sum(len(self._units(p)) for p in params)
-        quota = [total // len(load)] * len(load)
-        for r in sorted(range(len(load)), key=load.__getitem__)[:total % len(load)]:
-            quota[r] += 1
-        for r, q in enumerate(quota):
-            load[r] += q * self._cost(params[0]) if q else 0
-        ends = [sum(quota[:r + 1]) for r in range(len(quota))]
+        """Each matrix of this shape to the rank with the least work so far; a rank's matrices are neighbours."""
+        count = [0] * len(load)
+        for _ in range(sum(len(self._units(p)) for p in params)):
+            r = min(range(len(load)), key=load.__getitem__)
+            count[r] += 1
+            load[r] += self._cost(params[0])
+        ends = [sum(count[:r + 1]) for r in range(len(count))]
         at = 0
         for p in params:
             units = len(self._units(p))
-            self._ranges[p] = [(min(max(end - q - at, 0), units), min(max(end - at, 0), units)) for q, end in zip(quota, ends)]
+            self._ranges[p] = [(min(max(end - k - at, 0), units), min(max(end - at, 0), units)) for k, end in zip(count, ends)]
             at += units
 
     def _new_state(self, group, p):
@@ -551,40 +550,50 @@ class Muon(_Sharded):
                               for name in VARIANTS[group["variant"]].state}}
 
     def _update(self, group, params):
-        if params[0].device.type == "cpu" or len({self.state[p]["step"] for p in params}) > 1:
-            return [self._update_units(group, W, G, {name: s[i] for name, s in self.state[p].items() if name != "step"},
-                                       self.state[p]["step"])
-                    for p in params for i, (W, G) in enumerate(zip(self._own(p, p.detach()), self._own(p, p.grad)))]
+        """All own matrices of one shape as one batch on a GPU, where launches cost; as batches that fit the cache on a CPU."""
+        size = len(params) if params[0].device.type != "cpu" else max(1, CACHED // params[0].numel())
+        return [self._update_batch(group, params[i:i + size]) for i in range(0, len(params), size)]
+
+    def _update_batch(self, group, params):
+        """One step of this rank's matrices of `params` as (k, m, n), in place. Returns which gradients are finite, (k, 1, 1)."""
+        rule = VARIANTS[group["variant"]]
         own = [self._own(p, p.detach()) for p in params]
-        W = torch.cat(own)
-        ok = self._update_units(group, W, torch.cat([self._own(p, p.grad) for p in params]), self._batch(params),
-                                self.state[params[0]]["step"])
-        torch._foreach_copy_(own, W.split([len(w) for w in own]))
-        return [ok]
-
-    def _batch(self, params):
-        """The state of these parameters as one tensor a name, of which each state[p][name] is a view."""
-        key = tuple(map(id, params))
-        if key not in self._batches:
-            self._batches[key] = {name: torch.cat([self.state[p][name] for p in params])
-                                  for name in self.state[params[0]] if name != "step"}
-            for name, batch in self._batches[key].items():
-                for p, part in zip(params, batch.split([len(self.state[p][name]) for p in params])):
-                    self.state[p][name] = part
-        return self._batches[key]
-
-    def _update_units(self, group, W, G, S, t):
-        """One step of one matrix (m, n) or of a batch (k, m, n), in place. Returns which gradients are finite."""
-        rule, m, n = VARIANTS[group["variant"]], W.size(-2), W.size(-1)
-        scale = {"original": max(1, m / n) ** 0.5, "match_rms_adamw": 0.2 * max(m, n) ** 0.5, "frobenius": None}[group["adjust_lr_fn"]]
-        h = Hyper(_scalar(group["momentum"]), _scalar(group["beta2"]), _scalar(group["gamma"]),
-                  _scalar(1 - group["momentum"] ** t), group["eps"], group["nesterov"])
-        run, dtype = group["compile"], _compute_dtype(W)
-        X, ok = _run(run, _before, rule.proxy, G, S, h, group["ns_eps"], group["ns_dtype"], dtype)
+        W, G = _joined(own), _joined([self._own(p, p.grad) for p in params])
+        S = {name: self._joined_state(params, name) for name in rule.state}
+        h = self._hyper(group, params)
+        X = torch.empty_like(W, dtype=group["ns_dtype"])
+        ok = _run(group["compile"], _before, rule.proxy, G, S, h, X)
         O = _iterate(X, group["ns_steps"])
-        _run(run, _after, rule.after, W, O, G, S, h, _scalar(group["lr"]), _scalar(group["weight_decay"]),
-             None if scale is None else _scalar(scale), _noise(group, W), ok, dtype)
+        _run(group["compile"], _after, rule.after, W, O, G, S, h, _noise(group, W), ok)
+        if len(own) > 1:
+            torch._foreach_copy_(own, W.split([len(w) for w in own]))
         return ok
+
+    def _joined_state(self, params, name):
+        """This buffer of all `params` as one tensor, of which each state[p][name] is a view from the first step on."""
+        parts = [self.state[p][name] for p in params]
+        whole = parts[0]._base
+        if whole is None or len(whole) != sum(map(len, parts)) or any(part._base is not whole for part in parts):
+            whole = _joined(parts)
+            for p, part in zip(params, whole.split([len(part) for part in parts])):
+                self.state[p][name] = part
+        return whole
+
+    def _hyper(self, group, params):
+        p, (m, n) = params[0], params[0].shape[-2:]
+        scale = {"original": max(1, m / n) ** 0.5, "match_rms_adamw": 0.2 * max(m, n) ** 0.5, "frobenius": None}[group["adjust_lr_fn"]]
+        bias = [1 - group["momentum"] ** self.state[p]["step"] for p in params for _ in range(len(self._own(p, p)))]
+        lr, weight_decay, beta, beta2, gamma = (_scalar(group[k], p) for k in ("lr", "weight_decay", "momentum", "beta2", "gamma"))
+        return Hyper(lr, weight_decay, beta, beta2, gamma,
+                     _scalar(bias[0], p) if len(set(bias)) == 1 else _scalar(bias, p).to(p.device)[:, None, None],
+                     None if scale is None else _scalar(scale, p), group["eps"], group["ns_eps"], group["nesterov"])
+
+
+def _joined(tensors):
+    return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+
+
+CACHED = 2**20  # elements
 
 
 class AdamW(_Sharded):
@@ -623,12 +632,11 @@ class AdamW(_Sharded):
 
     def _update(self, group, params):
         finite = []
-        (beta1, beta2), dtype = group["betas"], _compute_dtype(params[0])
         for p in params:
-            S = dict(self.state[p])
-            t, W = S.pop("step"), self._own(p, p.detach())
+            S, W = {name: self.state[p][name] for name in ("exp_avg", "exp_avg_sq")}, self._own(p, p.detach())
             ok = torch.isfinite(torch.linalg.vector_norm(p.grad, math.inf))  # of all rows, so that all ranks agree
-            _run(group["compile"], _adamw, W, self._own(p, p.grad), S, ok, _scalar(group["lr"]), _scalar(group["weight_decay"]),
-                 _scalar(beta1), _scalar(beta2), _scalar(1 - beta1**t), _scalar(1 - beta2**t), group["eps"], _noise(group, W), dtype)
+            hyper = (group["lr"], group["weight_decay"], *group["betas"], *(1 - b ** self.state[p]["step"] for b in group["betas"]))
+            _run(group["compile"], _adamw, W, self._own(p, p.grad), S, *(_scalar(v, p) for v in hyper), group["eps"],
+                 _noise(group, W), ok)
             finite.append(ok)
         return finite

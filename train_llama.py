@@ -21,7 +21,9 @@ import math
 import os
 import platform
 import re
+import shutil
 import signal
+import socket
 import sys
 import threading
 import time
@@ -36,6 +38,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
 
 from optim import VARIANTS, AdamW, Muon
 
@@ -72,7 +75,7 @@ activation_checkpointing = False  # recompute every block in the backward pass i
 # budget
 batch_size = 16               # sequences per update, all ranks and micro-batches together
 micro_batch_size = 16         # sequences per forward pass of one rank
-max_iters = 1000              # updates
+max_iters = 600               # updates
 # optimizer
 optimizer = "muon-vs"         # adamw, or a key of optim.VARIANTS for the matrices inside blocks (adamw for the rest)
 learning_rate = 0.01          # peak, matrices inside blocks
@@ -96,13 +99,13 @@ decay_frac = 0.6              # wsd: fraction of max_iters
 min_lr_frac = 0.0             # of the peak
 # output
 log_interval = 10             # updates between progress lines
-eval_interval = 200           # updates between validations
+eval_interval = 100           # updates between validations
 checkpoint_interval = 500     # updates between checkpoints; the last update is always saved
 keep_checkpoints = 2          # newest ones kept, besides the best by validation loss
 sample_tokens = 300           # generated at the end; 0 = none
 # system
-seed = 1                      # initialisation and rounding
-data_seed = 1                 # order of the training data
+seed = 1                      # initialisation, order of the training data, rounding
+data_seed = 0                 # order of the training data alone; 0 = seed
 device = ""                   # cpu, cuda, mps; "" = the best there is
 dtype = "auto"                # float32, bfloat16 (autocast); auto = bfloat16 where the hardware is fast at it
 param_dtype = "float32"       # bfloat16: parameters and optimizer state are kept in bf16
@@ -121,6 +124,7 @@ _suite_b = dict(dataset="fineweb", block_size=512, tied=True, fused_qkv=True, in
 PRESETS = {  # "NAME/OPTIMIZER" is applied after "NAME"
     "demo": {},
     "demo/adamw": dict(learning_rate=3e-3, adam_lr=3e-3),
+    "demo/muon-nsr-post": dict(gamma=10.0),  # a gate behind Newton-Schulz shrinks the update; 1000 leaves too little of it
     "suite-a-130m": dict(_suite_a, n_embd=512, n_head=8, n_ffn=2048, max_iters=5000, learning_rate=0.016, adam_lr=0.0032),
     "suite-a-130m/adamuon": dict(adjust_lr_fn="frobenius", learning_rate=2e-3),
     "suite-a-300m": dict(_suite_a, n_embd=768, n_head=12, n_ffn=3072, max_iters=11_500, learning_rate=0.008, adam_lr=0.0024,
@@ -217,6 +221,8 @@ def check_globals() -> None:
                         f"for instance --n_embd={max(2, round(n_embd / n_head / 2) * 2) * n_head}")
     if run_name and not re.fullmatch(r"[\w.=+-]+", run_name):
         raise UserError(f"--run_name={run_name}: it names files, so use letters, digits and any of . _ = + -")
+    if val_tokens < block_size:
+        raise UserError(f"--val_tokens={val_tokens} is less than one window of --block_size={block_size}; use --val_tokens={block_size} or more")
 
 
 def usage() -> str:
@@ -239,15 +245,17 @@ class Shards:
         mend = "python prepare.py" + ("" if name == "pysrc" else f" {name}")
         if not self.files:
             raise UserError(f"no {split} shards in {folder} (*_{split}_*.bin): dataset {name!r} is not prepared; run `{mend}`")
+        if missing := manifest_shards(folder, split) - {path.name for path in self.files}:
+            raise UserError(f"{folder} lacks {', '.join(sorted(missing))}, which its manifest.json lists; run `{mend}` again")
         self.fds, self.vocab, self.eot, digest, sizes = [], 0, -1, hashlib.sha256(), []
         for i, path in enumerate(self.files):
             try:
                 self.fds.append(os.open(path, os.O_RDONLY))
-                header = np.frombuffer(os.pread(self.fds[-1], HEADER * 4, 0), np.int32)
+                header = np.frombuffer(os.pread(self.fds[-1], HEADER * 4, 0).ljust(HEADER * 4, b"\0"), np.int32)
                 length = os.fstat(self.fds[-1]).st_size
             except OSError as error:
                 raise UserError(f"cannot read {path}: {error.strerror}; run `python prepare.py verify {name}`") from None
-            if len(header) < HEADER or header[0] != MAGIC or header[1] != VERSION:
+            if header[0] != MAGIC or header[1] != VERSION:
                 raise UserError(f"{path} is no token shard (its first words are {header[:2].tolist()}, expected [{MAGIC}, {VERSION}]); "
                                 f"for a nanoGPT .bin run `python prepare.py import {path}`")
             if length != HEADER * 4 + 2 * int(header[2]):
@@ -299,12 +307,22 @@ class Shards:
         return out
 
     def batch(self, step: int, rows: range) -> np.ndarray:
-        """Rows of update `step`'s batch. The order is a pure function of (data_seed, step): every window once an epoch, in
+        """Rows of update `step`'s batch. The order is a pure function of (seed, step): every window once an epoch, in
         an order of its own for each epoch; a batch that reaches the end of an epoch is filled from the next one."""
         at = step * batch_size + np.arange(rows.start, rows.stop)
         epochs = at // len(self)
-        windows = np.concatenate([shuffle(at[epochs == e] - e * len(self), len(self), data_seed, int(e)) for e in np.unique(epochs)])
+        windows = np.concatenate([shuffle(at[epochs == e] - e * len(self), len(self), data_seed or seed, int(e)) for e in np.unique(epochs)])
         return self.read(windows)
+
+
+def manifest_shards(folder: Path, split: str) -> set[str]:
+    """The files of a split that prepare.py's manifest.json lists; none where there is no such file."""
+    try:
+        return {shard["file"] for shard in json.loads((folder / "manifest.json").read_text())["shards"] if shard["split"] == split}
+    except FileNotFoundError:
+        return set()
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{folder / 'manifest.json'} cannot be read ({type(error).__name__}); run `python prepare.py verify {folder.name}`") from None
 
 
 def shuffle(i: np.ndarray, n: int, *key: int) -> np.ndarray:
@@ -349,6 +367,15 @@ def rope_tables(length: int, width: int, where=None) -> tuple[Tensor, Tensor]:
     return angle.cos(), angle.sin()
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention, all (B, H, T, K). On a CPU short contexts go as plain products: the fused kernel's backward is slower."""
+    T = q.size(2)
+    if q.device.type != "cpu" or T > 512:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    future_TT = torch.full((T, T), -math.inf, dtype=q.dtype).triu(1)
+    return torch.softmax(q * q.size(3) ** -0.5 @ k.mT + future_TT, -1) @ v
+
+
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
@@ -360,7 +387,7 @@ class Attention(nn.Module):
         B, T, D = x_BTD.shape
         parts = self.qkv(x_BTD).chunk(3, -1) if fused_qkv else (self.q(x_BTD), self.k(x_BTD), self.v(x_BTD))
         q, k, v = (part.view(B, T, n_head, D // n_head).transpose(1, 2) for part in parts)     # each (B, H, T, K)
-        y_BHTK = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
+        y_BHTK = attend(rotate(q, cos, sin), rotate(k, cos, sin), v)
         return self.proj(y_BHTK.transpose(1, 2).reshape(B, T, D))
 
 
@@ -400,19 +427,32 @@ class Model(nn.Module):
         for name, table in zip(("cos", "sin"), rope_tables(block_size, n_embd // n_head)):
             self.register_buffer(name, table, persistent=False)
 
-    def logits(self, tokens_BT: Tensor) -> Tensor:
-        """(B, T) ids to (B, T, V)."""
+    def trunk(self, tokens_BT: Tensor) -> Tensor:
+        """(B, T) ids to (B, T, D), what the last norm and the head read."""
         x_BTD, T = self.embed(tokens_BT), tokens_BT.size(1)
         for block in self.blocks:
             if activation_checkpointing and torch.is_grad_enabled():
-                x_BTD = torch.utils.checkpoint.checkpoint(block, x_BTD, self.cos[:T], self.sin[:T], use_reentrant=False)
+                x_BTD = checkpoint(block, x_BTD, self.cos[:T], self.sin[:T], use_reentrant=False)
             else:
                 x_BTD = block(x_BTD, self.cos[:T], self.sin[:T])
-        return self.head(self.norm(x_BTD))
+        return x_BTD
+
+    def logits(self, tokens_BT: Tensor) -> Tensor:
+        """(B, T) ids to (B, T, V)."""
+        return self.head(self.norm(self.trunk(tokens_BT)))
+
+    def loss(self, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.norm(x_BTD)).flatten(0, 1).float(), targets_BT.flatten())
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
         """Mean cross-entropy in nats, a scalar."""
-        return F.cross_entropy(self.logits(tokens_BT).flatten(0, 1).float(), targets_BT.flatten())
+        return self.loss(self.trunk(tokens_BT), targets_BT)
+
+    def compile_parts(self) -> None:
+        """torch.compile of a block and of the loss: all blocks share one graph, so a deep model compiles as fast as a shallow one."""
+        for block in self.blocks:
+            block.compile(dynamic=False)
+        self.loss = torch.compile(self.loss, dynamic=False)
 
 
 # ======================================================================================================================
@@ -513,6 +553,7 @@ def evaluate(logits, shards: Shards, where: torch.device, autocast, rank: int, w
         sums += torch.stack([loss.double() if where.type != "mps" else loss.cpu().double(),
                              (logits_NV.argmax(-1) == y_N).sum().to(sums), torch.tensor(y_N.numel()).to(sums)])
     if world > 1:
+        Watch.at += 1
         dist.all_reduce(sums)
     loss, hits, count = sums.tolist()
     return loss / count, hits / count
@@ -539,10 +580,10 @@ def peak_flops(where: torch.device) -> float | None:
 
 @torch.no_grad()
 def sample(model: nn.Module, tokenizer: str, eot: int, where: torch.device, autocast) -> str:
-    """sample_tokens tokens after an end of text, at temperature 0.8, decoded."""
+    """sample_tokens tokens, or what half a minute gives, after an end of text, at temperature 0.8, decoded."""
     generator = torch.Generator().manual_seed(seed)
-    ids = [eot]
-    for _ in range(sample_tokens):
+    ids, until = [eot], time.monotonic() + 30
+    while len(ids) <= sample_tokens and time.monotonic() < until:
         window = ids[-block_size:]
         x_1T = torch.tensor([window + [0] * (min(block_size, sample_tokens) - len(window))], device=where)  # one shape
         with autocast():
@@ -598,6 +639,21 @@ def check_memory(model: nn.Module, where: torch.device, world: int, local_world:
                         f"lower {lower}")
 
 
+def check_disk(model: nn.Module, folder: Path) -> None:
+    """Before anything is written: can checkpoints be, and do all that are kept (newest, best, the one being written) fit?"""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        replace(folder / "probe", lambda f: f.write(b"\0"))
+        (folder / "probe").unlink()
+        free = shutil.disk_usage(folder).free + sum(path.stat().st_size for path in folder.glob("step_*.pt"))
+    except OSError as error:
+        raise UserError(f"cannot write {folder}: {error.strerror}; expected a writable folder; set --checkpoint_dir") from None
+    parts = memory_estimate(model, 1)
+    if (need := (parts["parameters"] + parts["optimizer"]) * (keep_checkpoints + 2)) > free:
+        raise UserError(f"about {need / 2**30:.1f} GiB are needed for checkpoints in {folder}, {free / 2**30:.1f} GiB are free; set "
+                        "--checkpoint_dir to another disk, or lower --keep_checkpoints")
+
+
 # ======================================================================================================================
 # checkpoint
 # ----------------------------------------------------------------------------------------------------------------------
@@ -621,19 +677,23 @@ class Checkpoints:
         self.thread = threading.Thread(target=self._write, args=(step, content, val_loss))
         self.thread.start()
 
-    def wait(self) -> None:
-        """Until the last save is on disk. A save that failed is told once, here; training goes on."""
+    def wait(self, last: bool = False) -> None:
+        """Until the newest save is on disk. One that failed is told here: training goes on, unless it was the last one."""
         if self.thread:
             self.thread.join()
         self.thread, failure, self.failure = None, self.failure, None
         if failure:
-            raise UserError(f"could not save a checkpoint in {self.folder}: {failure}; free some space or set --checkpoint_dir; "
-                            "the checkpoints before it are intact")
+            message = (f"could not save a checkpoint in {self.folder}: {failure}; free some space or set --checkpoint_dir; the ones before "
+                       "are intact")
+            if last:
+                raise UserError(message + ": go on from there with --resume=auto")
+            print(f"{message}; training goes on", file=sys.stderr, flush=True)
 
     def _write(self, step, content, val_loss):
         path = self.folder / f"step_{step:08d}.pt"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            for left_over in self.folder.glob("*.tmp"):
+                left_over.unlink()
             digest = replace(path, lambda f: torch.save(content, f))
             replace(path.with_suffix(".json"), lambda f: f.write(json.dumps(
                 dict(step=step, val_loss=val_loss, size=path.stat().st_size, sha256=digest)).encode()))
@@ -642,12 +702,15 @@ class Checkpoints:
             self.failure = getattr(error, "strerror", None) or str(error).splitlines()[0]
 
     def _remove_old(self):
-        notes = {path: json.loads(path.read_text()) for path in sorted(self.folder.glob("step_*.json"))}
-        scored = [path for path, note in notes.items() if note["val_loss"] is not None]
-        keep = {*list(notes)[-keep_checkpoints:], *sorted(scored, key=lambda path: notes[path]["val_loss"])[:1]}
-        for path in set(notes) - keep:
+        """All but the newest ones, the best of those that were validated, and files that are no checkpoints."""
+        notes = {path: note for path in sorted(self.folder.glob("step_*.pt")) if (note := read_note(path))}
+        best = min((path for path in notes if notes[path]["val_loss"] is not None), key=lambda path: notes[path]["val_loss"], default=None)
+        for path in set(notes) - {best, *list(notes)[-keep_checkpoints:]}:
+            path.with_suffix(".json").unlink()
             path.unlink()
-            path.with_suffix(".pt").unlink(missing_ok=True)
+
+    def newer(self, step: int) -> list[Path]:
+        return sorted(path for path in self.folder.glob("step_*.pt") if path.name > f"step_{step:08d}.pt" and not damage(path))
 
     def load(self, which: str) -> dict | None:
         """The checkpoint at a path, or for "auto" the newest good one of this run; None if there is none yet."""
@@ -659,24 +722,42 @@ class Checkpoints:
                 raise UserError(f"--resume={which}: there is no {path}; expected a file checkpoints/RUN/step_N.pt or such a folder")
             if problem := damage(path):
                 raise UserError(f"--resume={which}: {path} {problem}; take an earlier one, or --resume=auto to do so by itself")
-            return torch.load(path, map_location="cpu", weights_only=True)
+            return read_checkpoint(path)
         for path in sorted(self.folder.glob("step_*.pt"), reverse=True):
             if problem := damage(path):
-                print(f"passing over {path}: it {problem}", file=sys.stderr)
+                if os.environ.get("RANK", "0") == "0":
+                    print(f"passing over {path}: it {problem}", file=sys.stderr)
             else:
-                return torch.load(path, map_location="cpu", weights_only=True)
+                return read_checkpoint(path)
         return None
+
+
+def read_note(path: Path) -> dict | None:
+    """The .json beside a checkpoint; None if it is missing or not ours."""
+    try:
+        note = json.loads(path.with_suffix(".json").read_text())
+        return note if {"val_loss", "size", "sha256"} <= set(note) else None
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def read_checkpoint(path: Path) -> dict:
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)  # tensors and plain types: nothing in it is executed
+    except Exception as error:  # torch documents none
+        raise UserError(f"{path} is no checkpoint of {Path(__file__).name} ({type(error).__name__}); give one that it saved") from None
+    if not isinstance(saved, dict) or saved.get("script") != Path(__file__).name:
+        raise UserError(f"{path} is no checkpoint of {Path(__file__).name}; give one that it saved")
+    return saved
 
 
 def damage(path: Path) -> str:
     """What is wrong with a checkpoint, or "" if nothing is."""
-    try:
-        note = json.loads(path.with_suffix(".json").read_text())
-        if path.stat().st_size != note["size"]:
-            return f"has {path.stat().st_size} bytes, expected {note['size']}: it is truncated"
-        return "" if sha256(path) == note["sha256"] else "does not match its checksum: it is damaged"
-    except (OSError, ValueError, KeyError):
+    if not (note := read_note(path)):
         return "has no readable .json beside it: saving it was interrupted"
+    if path.stat().st_size != note["size"]:
+        return f"has {path.stat().st_size} bytes, expected {note['size']}: it is truncated"
+    return "" if sha256(path) == note["sha256"] else "does not match its checksum: it is damaged"
 
 
 def replace(path: Path, write) -> str:
@@ -705,6 +786,16 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
+@contextlib.contextmanager
+def fitting():
+    """Around loading a checkpoint: one that is of another model or optimizer is the user's mistake."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"--resume: the checkpoint is of another model or optimizer ({' '.join(str(error).split())[:200]}); give the flags "
+                        "of the run that made it") from None
+
+
 def to_host(tree):
     """A copy of nested dicts and lists with every tensor in host memory, detached from what training changes next."""
     if isinstance(tree, Tensor):
@@ -727,9 +818,11 @@ class Log:
         if rank == 0:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                self.file = open(path, "a", encoding="utf-8", buffering=1, newline="\n")
                 if head is not None:
-                    self.file.write(head)
+                    replace(path, lambda f: f.write(head.encode()))
+                torn = not path.read_bytes().endswith(b"\n")  # a line that a full disk or a kill cut short
+                self.file = open(path, "a", encoding="utf-8", buffering=1, newline="\n")
+                self.file.write("\n" * torn)
             except OSError as error:
                 raise UserError(f"cannot write {path}: {error.strerror}; expected a writable folder; set --log_dir") from None
 
@@ -742,17 +835,83 @@ class Log:
                 raise UserError(f"cannot write {self.path}: {error.strerror}; free some space, then go on with --resume=auto") from None
 
 
-def source(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
+def sources() -> tuple[str, str]:
+    """Of this script and of optim.py."""
+    return tuple(Path(file).read_text(encoding="utf-8") for file in (__file__, sys.modules[Muon.__module__].__file__))
+
+
+def source_hash() -> str:
+    return hashlib.sha256("".join(sources()).encode()).hexdigest()
 
 
 def log_head(run: str, environment: dict) -> str:
     """The source of this script and of optim.py, the environment, every global as the flag that repeats it; lines of = between."""
     bar = "=" * 100 + "\n"
-    script, optim = Path(__file__), Path(sys.modules[Muon.__module__].__file__)
-    facts = "".join(f"{key}: {value}\n" for key, value in {"script": script.name, "run_name": run, **environment}.items())
+    facts = "".join(f"{key}: {value}\n" for key, value in {"script": Path(__file__).name, "run_name": run, **environment}.items())
     flags = "".join(f"--{name}={globals()[name]}\n" for name in GLOBALS)
-    return source(script) + bar + source(optim) + bar + facts + flags + bar
+    return bar.join([*sources(), facts + flags, ""])
+
+
+def rendezvous(rank: int) -> dist.TCPStore:
+    """A key-value store of this start alone, held by rank 0. torchrun's own store survives a restart of the group with all its
+    keys, and whoever reads one too early waits for a process that is dead; here it only tells where the new store is."""
+    host, port, limit = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timedelta(minutes=timeout_minutes)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # not started by torchrun
+        return dist.TCPStore(host, port, is_master=rank == 0, wait_for_workers=False, timeout=limit)
+    agents = dist.TCPStore(host, port, timeout=limit)
+    if rank == 0:
+        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
+        agents.set("store", f"{store.port}")
+        return store
+    deadline = time.monotonic() + limit.total_seconds()
+    while time.monotonic() < deadline:
+        port = int(agents.get("store"))
+        try:
+            socket.create_connection((host, port), timeout=5).close()
+            return dist.TCPStore(host, port, timeout=limit)
+        except OSError:  # the port of the store before a restart
+            time.sleep(0.1)
+    raise UserError(f"rank {rank} waited {timeout_minutes:g} minutes for rank 0 on {host}, port {port}")
+
+
+class Watch(threading.Thread):
+    """Ends this process, naming the rank, when one is dead or keeps the others waiting for longer than timeout_minutes: a backend's
+    own timeout does not tell whom it waited for. Every rank counts in Watch.at how often it was about to wait for all others;
+    a thread posts that with a heartbeat to the rendezvous store, and reads what the others post."""
+    at = 0
+
+    def __init__(self, rank: int, world: int, store: dist.TCPStore):
+        super().__init__(daemon=True)
+        self.store = dist.PrefixStore("watch", dist.TCPStore(store.host, store.port))  # its own connection: nobody blocks it
+        self.rank, self.keys, self.done = rank, [str(r) for r in range(world)], threading.Event()
+        self.start()
+
+    def run(self):
+        limit, beat, posts, at = 60 * timeout_minutes, 0, {}, 0
+        since = time.monotonic()                     # that this rank waits
+        heard = dict.fromkeys(self.keys, since)      # when a rank last posted something new
+        while not self.done.wait(min(5, limit / 10)):
+            beat += 1
+            try:
+                self.store.set(str(self.rank), f"{Watch.at} {beat} {platform.node()}")
+                present = [key for key in self.keys if self.store.check([key])]
+                new = dict(zip(present, self.store.multi_get(present)))
+            except RuntimeError:
+                return self.done.is_set() or self.end("rank 0, which holds the store, is gone")
+            now = time.monotonic()
+            heard.update({key: now for key in present if new[key] != posts.get(key)})
+            posts = new
+            if at != Watch.at:
+                at, since = Watch.at, now
+            where = {key: f"rank {key}" + (f" on {posts[key].split()[2].decode()}" if key in posts else "") for key in self.keys}
+            if silent := [where[key] for key in self.keys if now - heard[key] > limit]:
+                return self.end(f"{', '.join(silent)} gave no sign of life for {timeout_minutes:g} minutes: dead, stopped or cut off")
+            if now - since > limit and (late := [where[key] for key in posts if int(posts[key].split()[0]) < at]):
+                return self.end(f"{', '.join(late)} kept the others waiting for {timeout_minutes:g} minutes (--timeout_minutes)")
+
+    def end(self, what: str):
+        print(f"{Path(__file__).name}: error: rank {self.rank} stops: {what}; go on with --resume=auto", file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 def agree(facts: dict[str, str], where: torch.device, rank: int, world: int) -> None:
@@ -779,8 +938,8 @@ def seconds(value: float) -> str:
     return f"{value:.0f}s" if value < 600 else f"{value / 60:.0f}min" if value < 36000 else f"{value / 3600:.1f}h"
 
 
-def train(stop: dict) -> dict:
-    """One run, from globals to checkpoint; returns its last figures. stop["signal"] set from outside ends it after an update."""
+def train() -> dict:
+    """One run, from globals to checkpoint; returns its last figures."""
     # ---- ranks and device
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank, local_world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -793,6 +952,8 @@ def train(stop: dict) -> dict:
         raise UserError(f"--batch_size={batch_size} is not a multiple of --micro_batch_size={micro_batch_size} x {world} ranks; " + (
             f"use --micro_batch_size={fits}" if fits else f"use --batch_size={max(1, batch_size // (micro_batch_size * world)) * micro_batch_size * world}"))
     accumulate = batch_size // (micro_batch_size * world)
+    if resume != "auto" and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        raise UserError("torchrun --max-restarts needs --resume=auto, or a restarted group would not go on from its newest checkpoint")
     if where.type == "cuda":
         torch.cuda.set_device(where)
         torch.backends.cuda.matmul.allow_tf32 = True
@@ -801,6 +962,9 @@ def train(stop: dict) -> dict:
         torch.set_num_threads(threads or max(1, cores // local_world))
 
     # ---- data and model: everything that can be wrong is found before anything is written
+    if world > 1:
+        store = rendezvous(rank)
+        watch = Watch(rank, world, store)
     train_shards = Shards(dataset, "train", rank, world)
     val_shards = Shards(val_dataset or dataset, "val", rank, world)
     if val_shards.vocab != train_shards.vocab:
@@ -812,10 +976,12 @@ def train(stop: dict) -> dict:
         shape_only = Model(vocab)
     check_memory(shape_only, where, world, local_world)
     if world > 1:
-        dist.init_process_group("nccl" if where.type == "cuda" else "gloo", timeout=timedelta(minutes=timeout_minutes))
-        local = {"resume", "run_name", "device", "threads"}
-        script, optim = Path(__file__), Path(sys.modules[Muon.__module__].__file__)
-        agree({"globals": str({name: globals()[name] for name in GLOBALS if name not in local}), "code": source(script) + source(optim),
+        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renamed what 2.9 has under these names only
+        Watch.at += 1
+        dist.init_process_group("nccl" if where.type == "cuda" else "gloo", store=store, rank=rank, world_size=world,
+                                timeout=timedelta(minutes=2 * timeout_minutes))
+        local = {"resume", "run_name", "device", "threads", "data_dir", "log_dir", "checkpoint_dir"}
+        agree({"globals": str({name: globals()[name] for name in GLOBALS if name not in local}), "code": source_hash(),
                "data": train_shards.checksum + val_shards.checksum, "torch version": torch.__version__}, where, rank, world)
     torch.manual_seed(seed)
     raw = Model(vocab)
@@ -826,7 +992,8 @@ def train(stop: dict) -> dict:
     fast = fast_bf16(where)
     bf16 = dtype == "bfloat16" or dtype == "auto" and fast or param_dtype == "bfloat16"
     autocast = (lambda: torch.autocast(where.type, torch.bfloat16)) if bf16 else contextlib.nullcontext
-    optimizers = build_optimizers(raw, compile, torch.bfloat16 if fast or where.type != "cpu" else torch.float32)
+    ns_dtype = torch.bfloat16 if fast or where.type != "cpu" else torch.float32
+    optimizers = build_optimizers(raw, compile, ns_dtype)
 
     # ---- run name, checkpoint, log
     started = datetime.now()
@@ -835,7 +1002,9 @@ def train(stop: dict) -> dict:
                        Path(resume).name if resume else f"{stem}-{started:%Y%m%d-%H%M%S}")
     log_path, checkpoints = Path(log_dir) / f"{run}.txt", Checkpoints(run)
     saved = checkpoints.load(resume) if resume else None
-    if not resume and (log_path.exists() or checkpoints.folder.exists()):
+    if world > 1:
+        agree({"checkpoint (is --checkpoint_dir on a file system that all share?)": f"{saved and saved['step']}"}, where, rank, world)
+    if rank == 0 and not resume and (log_path.exists() or any(checkpoints.folder.glob("*"))):
         raise UserError(f"a run {run} exists already ({log_path}, {checkpoints.folder}); choose another --run_name, or go on with --resume=auto")
     facts = dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__, platform=platform.platform(),
                  device=torch.cuda.get_device_name(where) if where.type == "cuda" else f"{where.type} {cpu_name()}, {torch.get_num_threads()} threads",
@@ -843,44 +1012,45 @@ def train(stop: dict) -> dict:
                  train_tokens=train_shards.tokens, val_tokens_used=min(val_tokens // block_size, len(val_shards)) * block_size,
                  data_checksum=f"{train_shards.checksum}-{val_shards.checksum}", vocab=vocab,
                  params=sum(p.numel() for p in raw.parameters()), flops_per_token=f"{flops_per_token(raw):.0f}")
-    log = Log(log_path, rank, None if log_path.exists() else log_head(run, facts))
-    if rank == 0:
-        print(f"{run}: {facts['params'] / 1e6:.2f} M parameters, {facts['device']}, {facts['dtype_used']}, {world} ranks x {accumulate} "
-              f"micro-batches x {micro_batch_size} x {block_size} tokens an update; {max_iters * batch_size * block_size / train_shards.tokens:.2f} "
-              f"epochs of {dataset}\n{parameter_table(raw)}", flush=True)
-    step, train_time, skipped = 0, 0.0, 0
     if saved:
-        changed = [f"{name} ({saved['globals'][name]} then, {globals()[name]} now)" for name in GLOBALS
+        changed = [f"{name} ({saved['globals'].get(name)} then, {globals()[name]} now)" for name in GLOBALS
                    if name not in MAY_CHANGE and saved["globals"].get(name) != globals()[name]]
         changed += ["the data (another checksum)"] if saved["data"] != facts["data_checksum"] else []
         if changed and not allow_change:
             raise UserError(f"--resume: the checkpoint was made with other values of {', '.join(changed)}; give the same, or --allow_change=true")
-        raw.load_state_dict(saved["model"])
-        step, train_time, skipped = saved["step"], saved["train_time"], saved["skipped"]
+        if rank == 0 and (newer := checkpoints.newer(saved["step"])):
+            raise UserError(f"--resume={resume}: run {run} has newer checkpoints ({newer[-1]}); go on from there with --resume=auto, or "
+                            "branch off with another --run_name")
+        with fitting():
+            raw.load_state_dict(saved["model"])
+    if rank == 0:
+        check_disk(shape_only, checkpoints.folder)
+    log = Log(log_path, rank, None if saved and log_path.exists() else log_head(run, facts))
+    if rank == 0:
+        print(f"{run}: {facts['params'] / 1e6:.2f} M parameters, {facts['device']}, {facts['dtype_used']}, {world} ranks x {accumulate} "
+              f"micro-batches x {micro_batch_size} x {block_size} tokens an update; {max_iters * batch_size * block_size / train_shards.tokens:.2f} "
+              f"epochs of {dataset}\n{parameter_table(raw)}", flush=True)
+    step, train_time, skipped = (saved[key] for key in ("step", "train_time", "skipped")) if saved else (0, 0.0, 0)
 
     # ---- compilation, outside the clock: an update at learning rate 0 changes no parameter, its state is dropped
-    model, logits = raw, raw.logits
     if compile:
-        model, logits = torch.compile(raw, dynamic=False), torch.compile(raw.logits, dynamic=False)
+        raw.compile_parts()
     synchronize = (lambda: torch.cuda.synchronize(where)) if where.type == "cuda" else (lambda: None)
     compile_start = time.perf_counter()
+    validate = lambda: evaluate(raw.logits, val_shards, where, autocast, rank, world)
     try:
-        with warnings.catch_warnings():
-            validate = lambda: evaluate(logits, val_shards, where, autocast, rank, world)
-            val_loss, val_acc = validate()
+        val_loss, val_acc = validate()
     except torch._dynamo.exc.TorchDynamoException as error:
         if rank == 0:
             print(f"runs uncompiled, so slower: torch.compile failed ({type(error).__name__}); install a C++ compiler, or pass --compile=false",
                   file=sys.stderr)
-        model, logits = raw, raw.logits
-        for group in (group for opt in optimizers for group in opt.param_groups):
-            group["compile"] = False
+        torch.compiler.set_stance("force_eager")
         val_loss, val_acc = validate()
     if step == 0:
         log(f"step:0/{max_iters} val_loss:{val_loss:.5f} train_time:0.000s val_acc:{val_acc:.4f}")
-    parallel = model
+    parallel = raw
     if world > 1:
-        parallel = DDP(model, device_ids=[local_rank] if where.type == "cuda" else None, gradient_as_bucket_view=True, broadcast_buffers=False)
+        parallel = DDP(raw, device_ids=[local_rank] if where.type == "cuda" else None, gradient_as_bucket_view=True, broadcast_buffers=False)
     parameters = [p for p in raw.parameters()]
 
     def gradient(step: int) -> Tensor:
@@ -893,6 +1063,7 @@ def train(stop: dict) -> dict:
             with contextlib.nullcontext() if last or world == 1 else parallel.no_sync():  # forward included
                 with autocast():
                     loss = parallel(x_BT, y_BT) / accumulate
+                Watch.at += last
                 loss.backward()
             total += loss.detach()
         return total
@@ -915,16 +1086,14 @@ def train(stop: dict) -> dict:
     gradient(step)
     clip()
     optimize(0.0)
-    for opt in optimizers:
-        opt.state.clear()
+    optimizers = build_optimizers(raw, compile, ns_dtype)
     if saved:
-        for opt, state in zip(optimizers, saved["optimizers"]):
-            now = [{key: value for key, value in group.items() if key != "params"} for group in opt.param_groups]
-            opt.load_state_dict(state)
-            for group, values in zip(opt.param_groups, now):
-                group.update(values)  # hyperparameters are this run's
+        with fitting():
+            for opt, state in zip(optimizers, saved["optimizers"], strict=True):  # the state; hyperparameters are this run's
+                groups = [{**ours, "params": theirs["params"]} for ours, theirs in zip(opt.param_groups, state["param_groups"])]
+                opt.load_state_dict({**state, "param_groups": groups})
         torch.set_rng_state(saved["rng"])
-        log(f"resumed:step:{step} world_size:{world}")
+        log(f"resumed:step:{step} world_size:{world} code:{'same' if saved['source'] == source_hash() else 'changed'}")
     else:
         torch.manual_seed(seed)
     del saved
@@ -935,6 +1104,7 @@ def train(stop: dict) -> dict:
     figures = dict(loss=math.nan, norm=math.nan, stop=False)  # of the newest update that was looked at
     unread, in_a_row, last_finite = [], 0, None
     session = mark = (step, train_time)
+    stop = listen()
     peak, clock = peak_flops(where), time.perf_counter()
 
     def look() -> None:
@@ -961,7 +1131,8 @@ def train(stop: dict) -> dict:
         rate = (step - mark[0]) * batch_size * block_size / max(1e-9, train_time - mark[1])
         pace = (train_time - session[1]) / max(1, step - session[0])
         mfu = f"{rate * flops_per_token(raw) / (peak * world):.3f}" if peak else "n/a"
-        return (f"train_loss:{figures['loss']:.5f} lr:{learning_rate * lr_factor(step - 1):.6g} grad_norm:{figures['norm']:.4f} "
+        return (f"train_loss:{figures['loss']:.5f} lr:{learning_rate * lr_factor(step - 1):.6g} "
+                + (f"grad_norm:{figures['norm']:.4f} " if math.isfinite(figures["norm"]) else "") +
                 f"tokens_per_s:{rate:.0f} mfu:{mfu}" + (f" skipped:{skipped}" if skipped else "") + f" time_left:{seconds(pace * (max_iters - step))}")
 
     def save() -> None:
@@ -970,8 +1141,8 @@ def train(stop: dict) -> dict:
             checkpoints.save(step, dict(
                 script=Path(__file__).name, model=to_host(raw.state_dict()), optimizers=to_host(states), step=step, train_time=train_time,
                 skipped=skipped, sequences=step * batch_size, rng=torch.get_rng_state(), globals={name: globals()[name] for name in GLOBALS},
-                data=facts["data_checksum"], vocab=vocab, tokenizer=tokenizer, eot=train_shards.eot, torch=torch.__version__,
-                source=hashlib.sha256((source(Path(__file__))).encode()).hexdigest()), val_loss)
+                data=facts["data_checksum"], vocab=vocab, tokenizer=tokenizer, eot=train_shards.eot, torch=str(torch.__version__),
+                source=source_hash()), val_loss if step % eval_interval == 0 or step == max_iters else None)
 
     def times() -> str:
         return f"train_time:{train_time:.3f}s" + (f" step_avg:{1000 * train_time / step:.2f}ms" if step else "")
@@ -1015,23 +1186,26 @@ def train(stop: dict) -> dict:
         if figures["stop"] or step % checkpoint_interval == 0 or step == max_iters:
             save()
         if figures["stop"] and step < max_iters:
-            checkpoints.wait()
+            checkpoints.wait(last=True)
             log(f"stopped after update {step} by {stop['signal'] or 'a signal to another rank'}; go on with --run_name={run} --resume=auto")
             break
         synchronize()
         clock = time.perf_counter()
     else:
-        checkpoints.wait()
         memory = torch.cuda.max_memory_allocated(where) if where.type == "cuda" else peak_rss()
         state = sum(t.numel() * t.element_size() for opt in optimizers for s in opt.state.values() for t in s.values() if isinstance(t, Tensor))
         rate = (step - session[0]) * batch_size * block_size / max(1e-9, train_time - session[1])
         log(f"final val_loss:{val_loss:.5f} val_ppl:{math.exp(min(val_loss, 700)):.4f} val_acc:{val_acc:.4f} {times()} tokens_per_s:{rate:.0f} "
             f"peak_memory_mib:{memory / 2**20:.0f} optimizer_state_mib:{state / 2**20:.1f} compile_time:{compile_time:.1f}s")
         if rank == 0 and sample_tokens:
-            log("sample: " + sample(raw, tokenizer, train_shards.eot, where, autocast))
+            with torch.compiler.set_stance("force_eager"):
+                log("sample: " + sample(raw, tokenizer, train_shards.eot, where, autocast))
+        checkpoints.wait(last=True)
         if rank == 0:
             print(f"log: {log_path}\ncheckpoint: {checkpoints.folder}")
     if world > 1:
+        watch.done.set()
+        dist.all_reduce(torch.zeros(1, device=where))  # rank 0 holds the store, so it leaves last
         dist.destroy_process_group()
     return dict(run=run, log=log_path, step=step, val_loss=val_loss, val_acc=val_acc, train_time=train_time, loss=figures["loss"])
 
@@ -1048,18 +1222,25 @@ def cpu_name() -> str:
         return platform.processor()
 
 
-def main(argv: list[str]) -> dict:
-    configure(argv)
-    stop = {"signal": None}
+def listen() -> dict:
+    """From now on SIGTERM and SIGINT do not end the process but are noted: the update is finished and a checkpoint saved."""
+    stop = {"signal": None, "time": 0.0}
 
     def remember(number, frame):
-        if stop["signal"]:
+        if stop["signal"] and time.monotonic() > stop["time"] + 3:  # launchers and terminals may both send the first one
             raise KeyboardInterrupt  # a second one does not wait for the update
-        stop["signal"] = signal.Signals(number).name
+        stop.update(signal=signal.Signals(number).name, time=time.monotonic())
 
-    before = {number: signal.signal(number, remember) for number in (signal.SIGTERM, signal.SIGINT)}
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, remember)
+    return stop
+
+
+def main(argv: list[str]) -> dict:
+    configure(argv)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        return train(stop)
+        return train()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -1074,9 +1255,14 @@ def cli() -> int:
         return 0
     except UserError as error:
         if os.environ.get("LOCAL_RANK", "0") != "0":
-            time.sleep(2)  # the same mistake is found on every rank: the first tells it
-        else:
-            print(f"{Path(__file__).name}: error: {error}", file=sys.stderr, flush=True)
+            time.sleep(3)  # most mistakes are found on every rank: the first tells it, and torchrun ends the others
+        print(f"{Path(__file__).name}: error: {error}", file=sys.stderr, flush=True)
+        return 1
+    except RuntimeError as error:
+        if "RANK" not in os.environ or not re.search("gloo|nccl|connection|store", str(error), re.IGNORECASE):
+            raise
+        print(f"{Path(__file__).name}: error: rank {os.environ['RANK']} lost another rank ({str(error).split('] ', 1)[-1].split('. ')[0][:120]}); "
+              "torchrun's report names the first that failed; go on with --resume=auto", file=sys.stderr, flush=True)
         return 1
     except KeyboardInterrupt:
         print(f"{Path(__file__).name}: interrupted; the last checkpoint is intact", file=sys.stderr)

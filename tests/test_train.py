@@ -1,0 +1,833 @@
+"""train_gpt.py: gradients, data order, validation, logs, bad input, checkpoints and ranks; all on a CPU with a model of 30 k parameters.
+
+What needs several ranks runs in processes of this file (see `work`), a whole list of trainings for each start of Python."""
+import importlib.util
+import itertools
+import json
+import math
+import os
+import re
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+OPTIMIZERS = ["adamw", "muon", "muon-nsr", "muon-vs", "muon-nsr-post", "adamuon", "normuon", "muon2"]
+TINY = dict(dataset="tiny", n_layer=1, n_head=2, n_embd=32, block_size=16, batch_size=8, micro_batch_size=2, max_iters=4, warmup_iters=2,
+            val_tokens=512, dtype="float32", compile=False, threads=1, device="cpu", sample_tokens=0, log_interval=1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------- tools
+def fresh():
+    """A fresh copy of the script's module: its globals are the defaults."""
+    spec = importlib.util.spec_from_file_location("train_gpt_fresh", ROOT / "train_gpt.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def flags(**changes) -> list[str]:
+    return [f"--{name}={value}" for name, value in {**TINY, **changes}.items()]
+
+
+def configured(**changes):
+    module = fresh()
+    module.configure(flags(**changes))
+    return module
+
+
+def train(**changes) -> dict:
+    return fresh().main(flags(**changes))
+
+
+def write_shard(path, tokens, vocab=257, eot=256, ours=True):
+    tokens, header = np.asarray(tokens, np.uint16), np.zeros(256, np.int32)
+    header[:3] = 20240520, 1, len(tokens)
+    if ours:
+        header[3:7] = vocab, eot, np.array(zlib.crc32(tokens.tobytes()), np.uint32).view(np.int32), 1
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_bytes(header.tobytes() + tokens.tobytes())
+
+
+def text(n, seed=0):
+    """Tokens that a model can learn to predict in part."""
+    return np.arange(n) % 61 + np.random.default_rng(seed).integers(0, 3, n)
+
+
+def write_data(folder):
+    """2 train shards of 125 and 62 windows of 16 tokens, the first with 7 tokens to spare; 43 windows for validation."""
+    write_shard(folder / "tiny/tiny_train_000001.bin", text(2008, 1))
+    write_shard(folder / "tiny/tiny_train_000002.bin", text(1000, 2))
+    write_shard(folder / "tiny/tiny_val_000000.bin", text(700, 3))
+
+
+def read_log(path) -> list[dict]:
+    """The lines after the header, as dictionaries of their key:value pairs."""
+    body = re.split("^={100}\n", Path(path).read_text(), flags=re.M)[3]
+    return [dict(pair.split(":", 1) for pair in line.split() if ":" in pair) for line in body.splitlines()]
+
+
+def losses(path) -> dict[str, float]:
+    """Training and validation losses by step; of a step that was repeated, the later ones."""
+    found = {}
+    for line in read_log(path):
+        found.update({f"{key} {line['step']}": float(line[key]) for key in ("train_loss", "val_loss") if key in line and "step" in line})
+    return found
+
+
+def checkpoint(run, step) -> dict:
+    return torch.load(f"checkpoints/{run}/step_{step:08d}.pt", weights_only=True)
+
+
+def tensors(tree) -> list:
+    """All tensors and numbers of nested dictionaries and lists, in order."""
+    if isinstance(tree, dict):
+        return [leaf for key in tree for leaf in tensors(tree[key])]
+    return [leaf for value in tree for leaf in tensors(value)] if isinstance(tree, (list, tuple)) else [tree]
+
+
+def assert_same_bits(a: dict, b: dict):
+    for part in ("model", "optimizers", "step", "rng", "sequences"):
+        left, right = tensors(a[part]), tensors(b[part])
+        assert len(left) == len(right) > 0
+        for x, y in zip(left, right):
+            assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
+
+
+class Recorder(torch.optim.SGD):
+    """Stands for the optimizer, and keeps the gradients that it is given."""
+
+    def __init__(self, model):
+        super().__init__(model.parameters(), lr=0.01)
+        self.param_groups[0]["initial_lr"], self.seen = 0.01, []
+
+    def step(self, closure=None):
+        self.seen.append([p.grad.clone() for group in self.param_groups for p in group["params"]])
+        super().step(closure)
+
+
+def record(module, job: dict) -> tuple[list, list]:
+    """Makes a module keep its gradients and the batches it reads."""
+    optimizers, batches, batch = [], [], module.Shards.batch
+    module.build_optimizers = lambda model, *_: optimizers.append(Recorder(model)) or optimizers[-1:]
+
+    def reading(self, step, rows):
+        tokens = batch(self, step, rows)
+        batches.extend((step, row, tuple(tokens[i].tolist())) for i, row in enumerate(rows))
+        return tokens
+    module.Shards.batch = reading
+    return optimizers, batches
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    """Every test in a folder of its own, with the tiny data set."""
+    monkeypatch.chdir(tmp_path)
+    torch.set_num_threads(1)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS"):
+        monkeypatch.delenv(name, raising=False)
+    write_data(tmp_path / "data")
+    return tmp_path
+
+
+# ---------------------------------------------------------------------------------------------------------------------- ranks
+def work(jobs: list[dict]) -> None:
+    """One rank: trains with each job's flags; leaves gradients, batches and error messages in NAME.rankR.pt."""
+    torch.set_num_threads(1)
+    rank = os.environ["RANK"]
+    for job in jobs:
+        os.environ["MASTER_PORT"] = str(job["port"])
+        module, kept = fresh(), {}
+        module.Watch.end = lambda self, what: None  # a job that fails on purpose must not end the process
+        if job.get("record"):
+            kept["optimizers"], kept["batches"] = record(module, job)
+        try:
+            module.main(flags(**job["flags"], **job.get("rank" + rank, {})))
+        except module.UserError as error:
+            kept["error"] = str(error)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        kept["gradients"] = [step for opt in kept.pop("optimizers", [])[-1:] for step in opt.seen]
+        torch.save(kept, f"{job['name']}.rank{rank}.pt")
+
+
+def start(world: int, jobs: list[dict]) -> None:
+    """All jobs, one after the other, on `world` ranks."""
+    sockets = [socket.socket() for _ in jobs]
+    for job, s in zip(jobs, sockets):
+        s.bind(("127.0.0.1", 0))
+        job["port"] = s.getsockname()[1]
+    for s in sockets:
+        s.close()
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
+    ranks = [subprocess.Popen([sys.executable, __file__, json.dumps(jobs)], env={**env, "RANK": str(r), "LOCAL_RANK": str(r)},
+                              stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for r in range(world)]
+    try:
+        errors = [process.communicate(timeout=120)[1] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0] * world, errors
+
+
+HALF = 3  # updates before a resumption
+ON_RANKS = [(optimizer, dtype) for optimizer in ("adamw", "muon-vs", "adamuon", "normuon") for dtype in ("float32", "bfloat16")]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """A folder with what 2 and 4 ranks have left."""
+    folder = tmp_path_factory.mktemp("ranks")
+    before = os.getcwd()
+    os.chdir(folder)
+    write_data(folder / "data")
+    write_shard(folder / "other/tiny/tiny_train_000001.bin", text(2008, 7))
+    write_shard(folder / "other/tiny/tiny_train_000002.bin", text(1000, 2))
+    write_shard(folder / "other/tiny/tiny_val_000000.bin", text(700, 3))
+    jobs = [dict(name="gradient", record=True, flags=dict(run_name="gradient", max_iters=3, grad_clip=0)),
+            dict(name="globals", flags=dict(run_name="x"), rank1=dict(learning_rate=0.02)),
+            dict(name="data", flags=dict(run_name="x"), rank1=dict(data_dir="other")),
+            dict(name="lonely", flags=dict(run_name="gradient", resume="auto", max_iters=3, grad_clip=0), rank1=dict(checkpoint_dir="other"))]
+    for optimizer, dtype in ON_RANKS:
+        same = dict(optimizer=optimizer, dtype=dtype, max_iters=2 * HALF)
+        name = f"{optimizer}-{dtype}"
+        jobs.append(dict(name=name, flags=dict(same, run_name=name, checkpoint_interval=HALF)))
+        jobs.append(dict(name=name + "-2", flags=dict(same, run_name=name + "-2", resume=f"checkpoints/{name}/step_{HALF:08d}.pt")))
+    start(2, jobs)
+    start(4, [dict(name="4", flags=dict(optimizer="muon-vs", max_iters=2 * HALF, run_name="4",
+                                        resume=f"checkpoints/muon-vs-float32/step_{HALF:08d}.pt"))])
+    os.chdir(before)
+    return folder
+
+
+def left(ranks, name) -> list[dict]:
+    return [torch.load(path, weights_only=True) for path in sorted(ranks.glob(f"{name}.rank*.pt"))]
+
+
+# ---------------------------------------------------------------------------------------------------------------------- an update
+def test_an_update_has_the_gradient_of_one_large_batch(ranks):
+    def alone(micro):
+        module = fresh()
+        optimizers, batches = record(module, {})
+        module.main(flags(micro_batch_size=micro, max_iters=3, grad_clip=0, run_name=f"micro{micro}"))
+        return module, optimizers[-1].seen, batches
+    module, whole, batches = alone(8)
+    _, accumulated, _ = alone(2)
+    two = left(ranks, "gradient")
+    assert len(whole) == len(accumulated) == len(two[0]["gradients"]) == 3
+    for step in range(3):
+        for a, b, c, d in zip(whole[step], accumulated[step], two[0]["gradients"][step], two[1]["gradients"][step]):
+            assert torch.equal(c, d)
+            size = a.abs().max() + 1e-12
+            # sums of the same 128 terms in another order: some roundings of 6e-8 of the largest entry
+            assert (a - b).abs().max() < 2e-6 * size and (a - c).abs().max() < 2e-6 * size
+    # the first update against autograd in float64 on the large batch
+    torch.manual_seed(module.seed)
+    model = module.Model(320)
+    module.initialise(model)
+    x = torch.tensor([tokens for step, _, tokens in batches if step == 0][:8])
+    model.double()(x[:, :-1], x[:, 1:]).backward()
+    for p, g in zip(model.parameters(), whole[0]):
+        assert torch.allclose(p.grad, g.double(), rtol=0, atol=2e-5 * float(p.grad.abs().max()))
+
+
+def test_two_ranks_read_what_one_reads(ranks):
+    module = fresh()
+    _, alone = record(module, {})
+    module.main(flags(max_iters=3))
+    both = [set(map(tuple, part["batches"])) for part in left(ranks, "gradient")]
+    assert not both[0] & both[1] and both[0] | both[1] == set(alone)
+
+
+def test_the_gradient_is_clipped_by_its_global_norm():
+    seen = {}
+    for limit in (0, 1e-2, 1e3):
+        module = fresh()
+        optimizers, _ = record(module, {})
+        module.main(flags(max_iters=1, grad_clip=limit, run_name=f"clip{limit}"))
+        seen[limit] = torch.cat([g.flatten() for g in optimizers[-1].seen[0]])
+    assert torch.equal(seen[0], seen[1e3]) and seen[0].norm() > 0.1
+    assert torch.allclose(seen[1e-2], seen[0] * (1e-2 / seen[0].norm()), rtol=1e-4)
+    logged = float(read_log("logs/clip0.01.txt")[1]["grad_norm"])
+    assert logged == pytest.approx(float(seen[0].norm()), abs=1e-4)  # of the raw gradient, 4 decimals
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_lowers_the_loss(optimizer):
+    result = train(optimizer=optimizer, max_iters=30, eval_interval=30)
+    curve = losses(result["log"])
+    assert curve["val_loss 0/30"] == pytest.approx(math.log(320), abs=0.02)
+    assert curve["val_loss 30/30"] < curve["val_loss 0/30"] - 1
+
+
+def test_schedules():
+    def factors(**changes):
+        module = configured(**changes)
+        return [module.lr_factor(step) for step in range(module.max_iters)]
+    assert factors(schedule="constant", max_iters=6, warmup_iters=4) == [0.25, 0.5, 0.75, 1, 1, 1]
+    assert factors(schedule="constant", max_iters=3, warmup_iters=0) == [1, 1, 1]
+    assert factors(schedule="wsd", max_iters=10, warmup_iters=0, decay_frac=0.4) == pytest.approx([1] * 7 + [0.75, 0.5, 0.25])
+    assert factors(schedule="wsd", max_iters=4, warmup_iters=0, decay_frac=1.0) == pytest.approx([1, 0.75, 0.5, 0.25])
+    assert factors(schedule="wsd", max_iters=4, warmup_iters=0, decay_frac=0.0) == [1, 1, 1, 1]
+    assert factors(schedule="wsd", max_iters=2, warmup_iters=0, decay_frac=1.0, min_lr_frac=0.2) == pytest.approx([1, 0.6])
+    cosine = factors(schedule="cosine", max_iters=102, warmup_iters=2, min_lr_frac=0.01)
+    assert cosine[:3] == [0.5, 1, 1] and cosine[52] == pytest.approx(0.505) and 0.01 < cosine[-1] < 0.011
+    assert all(a >= b for a, b in itertools.pairwise(cosine[2:]))
+    assert factors(max_iters=0) == []
+
+
+def test_flops_per_token_is_what_torch_counts():
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+    module = configured(n_layer=3)
+    model = module.Model(320)
+    x = torch.zeros(2, 16, dtype=torch.long)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(x, x).backward()
+    # 12 L D T for attention counts causal attention whole, as the counter does; the rest are the matrices
+    assert counter.get_total_flops() / x.numel() == module.flops_per_token(model)
+
+
+def test_every_parameter_is_in_one_group():
+    module = configured(n_layer=2)
+    model = module.Model(320)
+    groups = module.parameter_groups(model)
+    assert set(groups["embeddings"]) == {"embed.weight", "head.weight"}
+    assert set(groups["matrices"]) == {f"blocks.{i}.{name}.weight" for i in (0, 1) for name in ("attn.qkv", "attn.proj", "mlp.up", "mlp.down")}
+    assert set(groups["vectors"]) == {"norm.weight", *(f"blocks.{i}.ln{j}.weight" for i in (0, 1) for j in (1, 2))}
+    muon, adam = module.build_optimizers(model, False, torch.float32)
+    assert {id(p) for p in muon.param_groups[0]["params"]} == {id(p) for p in groups["matrices"].values()}
+    assert [group["weight_decay"] for group in adam.param_groups] == [0.1, 0.0] and not muon.state
+    table = module.parameter_table(model)
+    assert table.count("muon-vs") == 4 and table.count("adamw") == 5
+    model.extra = torch.nn.Parameter(torch.zeros(2))  # a new one finds its group by its shape and place
+    assert "extra" in module.parameter_groups(model)["vectors"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------- data
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 16, 17, 187, 1000, 4096, 4097, 70_000])
+def test_shuffle_is_a_permutation(n):
+    shuffle = fresh().shuffle
+    i = np.arange(n)
+    first, again, other = (shuffle(i, n, *key) for key in ((1, 0), (1, 0), (1, 1)))
+    assert np.array_equal(np.sort(first), i) and np.array_equal(first, again)
+    assert np.array_equal(first[n // 2:], shuffle(i[n // 2:], n, 1, 0))  # one at a time as well as all at once
+    if n > 16:
+        assert not np.array_equal(first, other) and not np.array_equal(first, i)
+    if n > 4000:  # no trace of the order that went in; a random permutation's correlation has a deviation of n ** -0.5
+        assert all(abs(np.corrcoef(order, i)[0, 1]) < 5 * n ** -0.5 for order in (first, other))
+        assert abs(np.corrcoef(np.diff(first), np.diff(other))[0, 1]) < 6 * n ** -0.5
+
+
+def test_windows_lie_inside_shards_and_share_one_token():
+    module = configured()
+    shards = module.Shards("tiny", "train")
+    files = [np.fromfile(path, np.uint16)[512:] for path in shards.files]
+    assert shards.ends.tolist() == [125, 187] and shards.tokens == 3008 and shards.vocab == 257 and shards.eot == 256
+    assert np.array_equal(shards.read(np.arange(125)), np.stack([files[0][16 * i:16 * i + 17] for i in range(125)]))
+    assert np.array_equal(shards.read(np.array([186, 125, 124])), np.stack([files[1][16 * 61:16 * 61 + 17], files[1][:17], files[0][1984:2001]]))
+
+
+def test_every_window_once_an_epoch_in_a_new_order():
+    module = configured(batch_size=10)
+    shards = module.Shards("tiny", "train")
+    order = []
+    shards.read = lambda windows: order.extend(windows.tolist()) or windows
+    steps = [shards.batch(step, range(10)) for step in range(56)]      # 187 windows an epoch: 18.7 updates
+    epochs = [order[:187], order[187:374], order[374:560]]
+    assert all(sorted(epoch) == list(range(187)) for epoch in epochs[:2]) and epochs[0] != epochs[1] != epochs[2]
+    assert set(steps[18][:7]) == set(epochs[0][180:]) and list(steps[18][7:]) == epochs[1][:3]  # one batch of two epochs
+    assert all(np.array_equal(shards.batch(step, range(10)), steps[step]) for step in (55, 0, 18))  # a function of step alone
+    parts = [shards.batch(18, range(first, first + 5)) for first in (5, 0)]
+    assert np.array_equal(np.concatenate(parts[::-1]), steps[18])
+    module.data_seed = 2
+    assert not np.array_equal(shards.batch(0, range(10)), steps[0])
+
+
+def test_shards_of_llm_c_are_read_and_files_without_header_are_not():
+    write_shard("data/theirs/theirs_train_000001.bin", text(500) + 50_000, ours=False)
+    write_shard("data/theirs/theirs_val_000000.bin", text(300), ours=False)
+    module = configured(dataset="theirs")
+    shards = module.Shards("theirs", "train")
+    assert (shards.vocab, shards.eot, shards.tokens) == (50257, 50256, 500)
+    inputs, targets = module.to_device(shards.read(np.arange(2)), torch.device("cpu"))
+    assert inputs[0, 0] == text(500)[0] + 50_000 and torch.equal(inputs[:, 1:], targets[:, :-1])  # above 32767: no sign
+    text(500).astype(np.uint16).tofile("data/theirs/theirs_train_000001.bin")
+    with pytest.raises(module.UserError, match="no token shard.*prepare.py import"):
+        module.Shards("theirs", "train")
+
+
+def test_reading_neither_grows_nor_stalls():
+    write_shard("data/large/large_train_000001.bin", np.random.default_rng(0).integers(0, 257, 20_000_000))
+    module = configured(dataset="large", block_size=256, batch_size=16, check_shards=False)
+    shards = module.Shards("large", "train")
+    rss = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    for step in range(100):
+        shards.batch(step, range(16))
+    before, times = rss(), []
+    for step in range(10_000):  # 82 MB of a file of 40
+        begin = time.perf_counter()
+        shards.batch(step, range(16))
+        times.append(time.perf_counter() - begin)
+    assert rss() - before < 4 << 20
+    assert np.median(times) < 0.005, f"{1000 * np.median(times):.2f} ms a batch of 16 x 256 tokens"
+
+
+# ---------------------------------------------------------------------------------------------------------------------- validation
+def test_validation_is_of_fixed_tokens_whatever_the_batch():
+    module = configured()
+    shards = module.Shards("tiny", "val")
+    torch.manual_seed(0)
+    model = module.Model(320)
+    module.initialise(model)
+    tokens = torch.from_numpy(shards.read(np.arange(32)).astype(np.int64))  # val_tokens = 512 = 32 windows of 16
+    with torch.no_grad():
+        logits = model.double().logits(tokens[:, :-1]).flatten(0, 1)
+    expected = torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten()).item(), (logits.argmax(-1) == tokens[:, 1:].flatten()).double().mean()
+    model.float()
+    for micro in (1, 2, 5, 32, 50):
+        module.micro_batch_size = micro
+        loss, accuracy = module.evaluate(model.logits, shards, torch.device("cpu"), module.contextlib.nullcontext, 0, 1)
+        assert loss == pytest.approx(expected[0], rel=1e-6) and accuracy == pytest.approx(float(expected[1]))  # float32 logits
+
+
+def test_validation_is_the_same_on_two_ranks(ranks):
+    one, two = losses(train(max_iters=3)["log"]), losses(ranks / "logs/gradient.txt")
+    assert one["val_loss 0/3"] == pytest.approx(two["val_loss 0/3"], abs=1.1e-5)  # printed with 5 decimals
+
+
+# ---------------------------------------------------------------------------------------------------------------------- logs
+def test_log_format():
+    result = train(max_iters=6, eval_interval=3, log_interval=2, optimizer="adamuon", sample_tokens=20, run_name="format")
+    log = Path("logs/format.txt").read_bytes()
+    script, optim, environment, body = re.split(b"^={100}\n", log, flags=re.M)
+    assert script == (ROOT / "train_gpt.py").read_bytes() and optim == (ROOT / "optim.py").read_bytes()
+    head = [line for line in environment.decode().splitlines()]
+    facts = dict(line.split(": ", 1) for line in head if not line.startswith("--"))
+    assert {"python", "torch", "numpy", "platform", "device", "world_size", "started", "script", "run_name", "dataset", "train_tokens",
+            "data_checksum", "params", "flops_per_token"} <= facts.keys() | {line[2:].split("=")[0] for line in head if line.startswith("--")}
+    again = fresh()
+    again.configure([line for line in head if line.startswith("--")])  # the flags repeat the run
+    assert {name: getattr(again, name) for name in again.GLOBALS} == checkpoint("format", 6)["globals"]
+    records = re.findall(r"step:(\d+)/(\d+) val_loss:([\d.]+) train_time:([\d.]+)s step_avg:([\d.]+)ms", body.decode())  # the speedrun's
+    assert [(int(step), int(last)) for step, last, *_ in records] == [(3, 6), (6, 6)]
+    assert "nan" not in body.decode().split("sample:")[0] and "inf" not in body.decode().split("sample:")[0]
+    lines = read_log("logs/format.txt")
+    assert [line["step"] for line in lines if "step" in line] == ["0/6", "2/6", "3/6", "4/6", "6/6"]
+    assert lines[0].keys() == {"step", "val_loss", "train_time", "val_acc"}
+    assert {"train_loss", "lr", "grad_norm", "tokens_per_s", "mfu", "time_left", "step_avg"} <= lines[1].keys()
+    final = next(line for line in lines if "val_ppl" in line)
+    assert float(final["val_ppl"]) == pytest.approx(math.exp(float(final["val_loss"])), rel=1e-3) and float(final["val_loss"]) == pytest.approx(
+        result["val_loss"], abs=1e-5)
+    assert "\nsample: " in body.decode()
+
+
+def test_zero_updates_give_a_validation_and_no_figures_that_do_not_exist():
+    result = train(max_iters=0, run_name="none")
+    assert result["val_loss"] == pytest.approx(math.log(320), abs=0.02)
+    assert "nan" not in "".join(str(line) for line in read_log("logs/none.txt"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------- bad input
+def damaged(path, how):
+    data = bytearray(Path(path).read_bytes())
+    Path(path).write_bytes(data[:how] if how >= 0 else data[:how] + bytes([data[how] ^ 4]) + data[how + 1:])
+
+
+TRAIN, VAL = "data/tiny/tiny_train_000001.bin", "data/tiny/tiny_val_000000.bin"
+BAD = {  # what is wrong: (a change of the data, flags, what the message says)
+    "name": (None, dict(learnig_rate=1), "--learning_rate=1"),
+    "word": (None, ["max_iters=3"], "--name=value"),
+    "no value": (None, ["--max_iters"], "--name=value"),
+    "int": (None, dict(max_iters="ten"), "whole number"),
+    "half": (None, dict(max_iters=1.5), "whole number"),
+    "float": (None, dict(learning_rate="nan"), "expected a number"),
+    "bool": (None, dict(compile="maybe"), "true or false"),
+    "negative": (None, dict(learning_rate=-1), "at least 0"),
+    "zero": (None, dict(batch_size=0), "above 0"),
+    "beta": (None, dict(momentum=1), "[0, 1)"),
+    "preset": (None, dict(preset="gpt2-smal"), "--preset=gpt2-small"),
+    "optimizer": (None, dict(optimizer="muon-sv"), "--optimizer=muon-vs"),
+    "schedule": (None, dict(schedule="cosin"), "--schedule=cosine"),
+    "device": (None, dict(device="gpu"), "expected one of cpu, cuda, mps"),
+    "run name": (None, dict(run_name="a/b"), "--run_name=a/b"),
+    "dataset": (None, dict(dataset="tinny"), "prepare.py"),
+    "no validation": (lambda: os.remove(VAL), {}, "no val shards"),
+    "truncated": (lambda: damaged(TRAIN, 3000), {}, "truncated or damaged: 3000 bytes, expected 5040"),
+    "truncated header": (lambda: damaged(TRAIN, 11), {}, "no token shard"),
+    "empty": (lambda: damaged(TRAIN, 0), {}, "no token shard"),
+    "bit flip": (lambda: damaged(TRAIN, -100), {}, "damaged: its checksum is"),
+    "bit flip in validation": (lambda: damaged(VAL, -1), {}, "damaged: its checksum is"),
+    "folder": (lambda: (os.remove(TRAIN), os.mkdir(TRAIN)), {}, "cannot read"),
+    "missing": (lambda: Path("data/tiny/manifest.json").write_text(json.dumps(dict(shards=[dict(file="tiny_train_000003.bin", split="train")]))),
+                {}, "lacks tiny_train_000003.bin"),
+    "manifest": (lambda: Path("data/tiny/manifest.json").write_text("{"), {}, "manifest.json cannot be read"),
+    "tokenizer": (lambda: write_shard("data/tiny/tiny_train_000003.bin", text(99), vocab=32000), {}, "another tokenizer"),
+    "validation of another tokenizer": (lambda: write_shard("data/other/o_val_000000.bin", text(99), vocab=32000), dict(val_dataset="other"),
+                                        "same tokenizer"),
+    "vocabulary": (None, dict(vocab_size=128), "--vocab_size=320"),
+    "ids": (lambda: write_shard(TRAIN, text(99) + 250), {}, "token id"),
+    "ids of theirs": (lambda: write_shard(TRAIN, text(99) + 50_257, ours=False), {}, "token id"),
+    "short data": (None, dict(block_size=1024, val_tokens=2048, n_embd=4), "--block_size=1024 is longer than the data"),
+    "val_tokens": (None, dict(val_tokens=15), "--val_tokens=16"),
+    "batch": (None, dict(batch_size=9), "--micro_batch_size=1"),
+    "batch smaller than micro-batch": (None, dict(batch_size=2, micro_batch_size=16), "--micro_batch_size=2"),
+    "heads": (None, dict(n_embd=33), "--n_embd=32"),
+    "log folder": (lambda: Path("logs").touch(), {}, "cannot write logs"),
+    "checkpoint folder": (lambda: Path("full").touch(), dict(checkpoint_dir="full/x"), "cannot write full/x"),
+    "memory": (None, dict(n_layer=400, n_embd=16384), "GiB are needed on cpu"),
+    "run exists": (lambda: (os.mkdir("logs"), Path("logs/old.txt").touch()), dict(run_name="old"), "choose another --run_name"),
+    "no checkpoint": (None, dict(resume="checkpoints/none/step_00000001.pt"), "there is no"),
+    "empty folder": (lambda: os.makedirs("checkpoints/none"), dict(resume="checkpoints/none"), "there is no"),
+}
+
+
+def fails(capsys, monkeypatch, words: list[str]) -> str:
+    """Runs the command line in this process; the one line that it prints to stderr."""
+    before = {path for path in Path(".").rglob("*") if path.is_file()}
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", *words])
+    capsys.readouterr()
+    assert fresh().cli() == 1
+    line = capsys.readouterr().err
+    assert line.startswith("train_gpt.py: error: ") and line.count("\n") == 1 and "Traceback" not in line, line
+    assert {path for path in Path(".").rglob("*") if path.is_file()} == before, "a file was left behind"
+    return line
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input_gets_one_line(what, capsys, monkeypatch):
+    prepare, changes, expected = BAD[what]
+    if prepare:
+        prepare()
+    line = fails(capsys, monkeypatch, flags(**changes) if isinstance(changes, dict) else flags() + changes)
+    assert expected in line
+
+
+def test_bad_input_ends_the_process_with_status_1():
+    done = subprocess.run([sys.executable, ROOT / "train_gpt.py", *flags(dataset="none")], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("train_gpt.py: error: no train shards in data/none")
+
+
+def test_a_disk_too_small_for_the_checkpoints_is_told_at_the_start(capsys, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6 - 10**5, 10**5))
+    assert "lower --keep_checkpoints" in fails(capsys, monkeypatch, flags())
+
+
+def test_restarts_without_resume_are_refused(capsys, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    assert "--resume=auto" in fails(capsys, monkeypatch, flags())
+
+
+def test_help_lists_every_global(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", "--help"])
+    module = fresh()
+    assert module.cli() == 0
+    out = capsys.readouterr().out
+    assert all(f"--{name}=" in out for name in module.GLOBALS) and len(module.GLOBALS) > 50
+
+
+@pytest.mark.parametrize("environment", [dict(CXX="/nonexistent")])
+def test_without_a_compiler_it_runs_eagerly_after_one_warning(environment, place):
+    # inductor's own caches are elsewhere, or it would take what another run has compiled
+    environment = {**os.environ, **environment, "TORCHINDUCTOR_CACHE_DIR": str(place / "cache"), "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+    done = subprocess.run([sys.executable, ROOT / "train_gpt.py", *flags(compile=True, run_name="eager")], capture_output=True, text=True,
+                          env=environment)
+    assert done.returncode == 0 and "final val_loss:" in done.stdout
+    assert done.stderr.count("\n") == 1 and "runs uncompiled" in done.stderr
+    train(run_name="uncompiled")
+    assert_same_bits(checkpoint("eager", 4), checkpoint("uncompiled", 4))
+
+
+# ---------------------------------------------------------------------------------------------------------------------- not finite
+def break_backward(module, bad: set):
+    """The gradient of these micro-batches (4 an update, the first 4 are the warm-up's) becomes infinite; the loss stays as it is."""
+    initialise, count = module.initialise, itertools.count()
+
+    def with_hook(model):
+        initialise(model)
+        model.head.weight.register_hook(lambda g: g * math.inf if next(count) in bad else g)
+    module.initialise = with_hook
+
+
+def test_an_update_with_a_gradient_that_is_not_finite_is_left_out():
+    module = fresh()
+    break_backward(module, {4 + 4 * 2 + 1})  # update 2
+    result = module.main(flags(max_iters=6, checkpoint_interval=1, keep_checkpoints=9, run_name="skip"))
+    lines = read_log("logs/skip.txt")
+    assert [line.get("skipped") for line in lines if "lr" in line] == [None, None, "1", "1", "1", "1"]
+    assert "nan" not in str(lines) and "inf" not in str(lines)
+    before, after = checkpoint("skip", 2), checkpoint("skip", 3)
+    assert after["skipped"] == 1 and result["step"] == 6 and math.isfinite(result["val_loss"])
+    for part in ("model", "optimizers"):
+        for a, b in zip(tensors(before[part]), tensors(after[part])):
+            if isinstance(a, torch.Tensor):
+                assert torch.equal(a, b)
+
+
+def test_ten_in_a_row_end_the_run_with_the_weights_intact(capsys, monkeypatch):
+    module = fresh()
+    break_backward(module, set(range(4 + 4 * 3, 1000)))  # from update 3 on
+    with pytest.raises(module.UserError, match="10 updates in a row, up to update 12; the weights are as before") as error:
+        module.main(flags(max_iters=50, checkpoint_interval=1, keep_checkpoints=99, run_name="ten"))
+    assert "\n" not in str(error.value)
+    steps = [checkpoint("ten", step)["model"] for step in (3, 12)]
+    assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(*(step.values() for step in steps)))
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(capsys, monkeypatch):
+    module = fresh()
+    forward, count = module.Model.forward, itertools.count()
+    module.Model.forward = lambda self, *batch: forward(self, *batch) * (math.nan if next(count) == 4 + 4 * 3 + 2 else 1)
+    with pytest.raises(module.UserError) as error:
+        module.main(flags(max_iters=50, checkpoint_interval=2, run_name="nan"))
+    lines = read_log("logs/nan.txt")
+    assert lines[-1]["step"] == "3/50" and Path("logs/nan.txt").read_text().endswith("\n")
+    assert "loss of update 3 is nan" in str(error.value) and f"{float(lines[-1]['train_loss']):.3f}"[:-1] in str(error.value)
+    assert "--learning_rate" in str(error.value) and "\n" not in str(error.value)
+    assert all(t.isfinite().all() for t in checkpoint("nan", 2)["model"].values())
+
+
+# ---------------------------------------------------------------------------------------------------------------------- checkpoints
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_half_and_half_is_the_whole_bit_for_bit(optimizer, dtype):
+    same = dict(optimizer=optimizer, dtype=dtype, max_iters=2 * HALF)
+    train(**same, run_name="whole", checkpoint_interval=HALF)
+    train(**same, run_name="resumed", resume=f"checkpoints/whole/step_{HALF:08d}.pt")
+    assert_same_bits(checkpoint("whole", 2 * HALF), checkpoint("resumed", 2 * HALF))
+    whole, resumed = losses("logs/whole.txt"), losses("logs/resumed.txt")
+    assert len(resumed) == HALF + 1 and resumed.items() <= whole.items()
+
+
+def test_half_and_half_with_parameters_in_bf16_and_stochastic_rounding():
+    same = dict(max_iters=2 * HALF, param_dtype="bfloat16", stochastic_rounding=True)
+    train(**same, run_name="whole", checkpoint_interval=HALF)
+    train(**same, run_name="resumed", resume=f"checkpoints/whole/step_{HALF:08d}.pt")
+    assert checkpoint("whole", HALF)["model"]["head.weight"].dtype == torch.bfloat16
+    assert_same_bits(checkpoint("whole", 2 * HALF), checkpoint("resumed", 2 * HALF))
+
+
+@pytest.mark.parametrize("optimizer,dtype", ON_RANKS)
+def test_half_and_half_on_two_ranks(ranks, monkeypatch, optimizer, dtype):
+    monkeypatch.chdir(ranks)
+    assert_same_bits(checkpoint(f"{optimizer}-{dtype}", 2 * HALF), checkpoint(f"{optimizer}-{dtype}-2", 2 * HALF))
+
+
+def test_saved_on_two_ranks_resumed_on_one_and_four(ranks, monkeypatch):
+    monkeypatch.chdir(ranks)
+    train(max_iters=2 * HALF, run_name="1", resume=f"checkpoints/muon-vs-float32/step_{HALF:08d}.pt")
+    two = losses("logs/muon-vs-float32.txt")
+    for run in ("1", "4"):
+        curve = losses(f"logs/{run}.txt")
+        assert len(curve) == HALF + 1
+        # float32 sums in another order; Newton-Schulz and the division by √Γ magnify what they differ in
+        assert all(curve[key] == pytest.approx(two[key], abs=1e-4) for key in curve)
+
+
+@pytest.mark.parametrize("what,expected", [("globals", "rank 1 differs from rank 0 in its globals"), ("data", "in its data"), ("lonely", "in its checkpoint")])
+def test_ranks_that_differ_stop_and_say_in_what(ranks, what, expected):
+    assert all(expected in part["error"] for part in left(ranks, what))
+
+
+def test_a_checkpoint_holds_plain_types_and_raw_names():
+    train(run_name="plain", max_iters=2)
+    saved = checkpoint("plain", 2)  # weights_only
+    assert set(saved["model"]) == {name for name, _ in configured().Model(320).named_parameters()}
+    assert saved["step"] == 2 and saved["sequences"] == 16 and saved["globals"]["optimizer"] == "muon-vs" and len(saved["source"]) == 64
+    assert not any(name.endswith(".tmp") for name in os.listdir("checkpoints/plain"))
+
+
+def test_the_newest_and_the_best_stay():
+    module = fresh()
+    scores = iter([9.0, 3.0, 1.0, 2.0, 5.0, 4.0, 6.0])  # before the first update, then after updates 1 to 6
+    module.evaluate = lambda *_: (next(scores), 0.5)
+    module.main(flags(max_iters=6, eval_interval=1, checkpoint_interval=1, keep_checkpoints=2, run_name="keep"))
+    assert sorted(os.listdir("checkpoints/keep")) == [f"step_{step:08d}.{end}" for step in (2, 5, 6) for end in ("json", "pt")]
+
+
+def test_resume_auto(capsys):
+    same = dict(max_iters=6, checkpoint_interval=2, keep_checkpoints=9, run_name="auto", resume="auto")
+    train(**same)  # nothing to go on from: it starts
+    whole = checkpoint("auto", 6)
+    capsys.readouterr()
+    folder = Path("checkpoints/auto")
+    damaged(folder / "step_00000006.pt", -1000)
+    damaged(folder / "step_00000004.pt", 5000)
+    (folder / "step_00000008.pt.tmp").write_text("a write that was cut short")
+    (folder / "step_00000008.pt").write_text("a checkpoint without its json")
+    result = train(**same)
+    passed_over = capsys.readouterr().err.splitlines()
+    assert len(passed_over) == 3 and "step_00000008.pt: it has no readable .json" in passed_over[0]
+    assert "step_00000006.pt: it does not match its checksum" in passed_over[1] and "step_00000004.pt: it has 5000 bytes" in passed_over[2]
+    assert result["step"] == 6 and {"resumed": "step:2", "world_size": "1", "code": "same"} in read_log("logs/auto.txt")
+    assert_same_bits(whole, checkpoint("auto", 6))
+    train(**same)  # of a finished run: nothing is left to do
+    assert_same_bits(whole, checkpoint("auto", 6))
+
+
+def test_resume_path_names_what_is_damaged(capsys, monkeypatch):
+    train(run_name="one", max_iters=2)
+    damaged("checkpoints/one/step_00000002.pt", -500)
+    line = fails(capsys, monkeypatch, flags(resume="checkpoints/one", max_iters=2))
+    assert "step_00000002.pt does not match its checksum" in line
+
+
+@pytest.mark.parametrize("changes,expected", [
+    (dict(learning_rate=0.02), "learning_rate (0.01 then, 0.02 now)"), (dict(optimizer="muon"), "optimizer (muon-vs then, muon now)"),
+    (dict(batch_size=16), "batch_size (8 then, 16 now)"), (dict(data_seed=2, seed=3), "seed (1 then, 3 now), data_seed (1 then, 2 now)")])
+def test_globals_that_change_the_mathematics_are_refused_by_name(changes, expected, capsys, monkeypatch):
+    train(run_name="old", max_iters=4, checkpoint_interval=2)
+    words = dict(max_iters=4, run_name="new", resume="checkpoints/old/step_00000002.pt", **changes)
+    assert expected in fails(capsys, monkeypatch, flags(**words))
+    if "optimizer" not in changes:
+        assert train(**words, allow_change=True)["step"] == 4
+    train(**{**words, **dict.fromkeys(changes), **TINY, "max_iters": 4, "micro_batch_size": 4, "log_interval": 2, "run_name": "newer"})
+
+
+def test_other_data_and_another_model_are_refused(capsys, monkeypatch):
+    train(run_name="old", max_iters=4, checkpoint_interval=2)
+    words = dict(max_iters=4, run_name="new", resume="checkpoints/old/step_00000002.pt")
+    for changes in (dict(n_embd=64), dict(optimizer="adamw"), dict(n_layer=2), dict(optimizer="normuon")):
+        assert "of another model or optimizer" in fails_later(capsys, monkeypatch, flags(**words, **changes, allow_change=True))
+        shutil.rmtree("logs/new.txt", ignore_errors=True)
+        Path("logs/new.txt").unlink(missing_ok=True)
+    write_shard(VAL, text(700, 4))
+    assert "the data (another checksum)" in fails(capsys, monkeypatch, flags(**words))
+
+
+def fails_later(capsys, monkeypatch, words) -> str:
+    """As `fails`, for what is found only when the log has begun."""
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", *words])
+    capsys.readouterr()
+    assert fresh().cli() == 1
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1 and line.startswith("train_gpt.py: error: ")
+    return line
+
+
+def test_an_older_checkpoint_does_not_overwrite_newer_ones(capsys, monkeypatch):
+    train(run_name="old", max_iters=6, checkpoint_interval=2, keep_checkpoints=9)
+    line = fails(capsys, monkeypatch, flags(max_iters=6, resume="checkpoints/old/step_00000002.pt"))
+    assert "step_00000006.pt" in line and "--run_name" in line
+
+
+def test_nothing_in_a_checkpoint_is_executed(capsys, monkeypatch, place):
+    class Evil:
+        def __reduce__(self):
+            return os.system, (f"touch {place}/executed",)
+    Path("checkpoints/evil").mkdir(parents=True)
+    path = Path("checkpoints/evil/step_00000001.pt")
+    torch.save(dict(model=Evil()), path)
+    note = dict(step=1, val_loss=None, size=path.stat().st_size, sha256=fresh().sha256(path))
+    path.with_suffix(".json").write_text(json.dumps(note))
+    for resume in ("auto", str(path)):
+        assert "is no checkpoint of train_gpt.py" in fails(capsys, monkeypatch, flags(resume=resume, run_name="evil"))
+    assert not Path("executed").exists()
+
+
+def full_disk(monkeypatch, module, failing):
+    save, count = torch.save, itertools.count()
+
+    def write(content, f):
+        if next(count) in failing:
+            f.write(b"x" * 1000)
+            raise OSError(28, "No space left on device")
+        save(content, f)
+    monkeypatch.setattr(module.torch, "save", write)
+
+
+def test_a_full_disk_costs_a_checkpoint_and_not_the_run(capsys, monkeypatch):
+    module = fresh()
+    full_disk(monkeypatch, module, {1})
+    result = module.main(flags(max_iters=6, checkpoint_interval=2, keep_checkpoints=9, run_name="full"))
+    assert result["step"] == 6 and "No space left on device" in capsys.readouterr().err
+    assert sorted(path.name for path in Path("checkpoints/full").iterdir()) == [
+        f"step_{step:08d}.{end}" for step in (2, 6) for end in ("json", "pt")]
+    assert module.damage(Path("checkpoints/full/step_00000002.pt")) == ""
+
+
+def test_a_full_disk_at_the_last_checkpoint_is_an_error(capsys, monkeypatch):
+    module = fresh()
+    full_disk(monkeypatch, module, {2})
+    with pytest.raises(module.UserError, match="No space left on device; free some space"):
+        module.main(flags(max_iters=6, checkpoint_interval=2, run_name="full"))
+    monkeypatch.undo()
+    assert module.damage(Path("checkpoints/full/step_00000004.pt")) == ""
+    assert any("val_ppl" in line for line in read_log("logs/full.txt"))  # the result is not lost
+
+
+def test_saving_does_not_hold_up_training(monkeypatch):
+    module = fresh()
+    save = module.torch.save
+    monkeypatch.setattr(module.torch, "save", lambda *what: time.sleep(1.5) or save(*what))
+    begin = time.perf_counter()
+    module.main(flags(max_iters=40, checkpoint_interval=20, run_name="slow"))
+    clock = [float(line["train_time"][:-1]) for line in read_log("logs/slow.txt") if "step_avg" in line]
+    assert max(np.diff(clock)) < 1.0 and time.perf_counter() - begin > 3  # no update waited for a write
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_saves_and_ends_with_status_0(name, capsys, monkeypatch):
+    same = dict(max_iters=6, run_name="signal", resume="auto")
+    module = fresh()
+    batch, handlers = module.Shards.batch, [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+
+    def reading(self, step, rows):
+        if step == 3 and rows.start == 0:
+            os.kill(os.getpid(), getattr(signal, name))
+        return batch(self, step, rows)
+    module.Shards.batch = reading
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", *flags(**same)])
+    assert module.cli() == 0
+    assert f"stopped after update 4 by {name}; go on with --run_name=signal --resume=auto" in capsys.readouterr().out
+    assert handlers == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    train(**same)
+    train(**{**same, "run_name": "undisturbed"})
+    assert_same_bits(checkpoint("signal", 6), checkpoint("undisturbed", 6))
+
+
+def test_a_line_that_was_cut_short_does_not_spoil_the_next():
+    train(run_name="torn", max_iters=4, checkpoint_interval=2)
+    for path in Path("checkpoints/torn").glob("step_00000004.*"):
+        path.unlink()
+    with open("logs/torn.txt", "a") as log:
+        log.write("step:3/4 train_ti")
+    train(run_name="torn", max_iters=4, checkpoint_interval=2, resume="auto")
+    assert "\nresumed:step:2 world_size:1 code:same\n" in Path("logs/torn.txt").read_text()
+
+
+@pytest.mark.parametrize("what", ["silent", "late"])
+def test_the_watch_names_the_rank_that_is_dead_or_slow(what, monkeypatch):
+    module = configured(timeout_minutes=0.02)
+    ended = []
+    monkeypatch.setattr(module.Watch, "end", lambda self, message: ended.append(message))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    watch = module.Watch(0, 3, store)
+    module.Watch.at = 5
+    theirs = dist.PrefixStore("watch", dist.TCPStore("127.0.0.1", store.port))
+    for beat in range(60):
+        theirs.set("1", f"5 {beat} node1")
+        theirs.set("2", f"4 {0 if what == 'silent' else beat} node2")
+        time.sleep(0.05)
+        if ended:
+            break
+    watch.done.set()
+    watch.join()
+    assert len(ended) == 1 and ended[0].startswith("rank 2 on node2 " + {"silent": "gave no sign of life", "late": "kept the others waiting"}[what])
+
+
+if __name__ == "__main__":
+    work(json.loads(sys.argv[1]))
