@@ -112,6 +112,7 @@ _gpt2 = dict(dataset="openwebtext", block_size=1024, batch_size=480, max_iters=1
 PRESETS = {  # "NAME/OPTIMIZER" is applied after "NAME"
     "demo": {},
     "demo/adamw": dict(learning_rate=3e-3, adam_lr=3e-3),
+    "demo/adamuon": dict(adjust_lr_fn="frobenius"),
     "demo/muon-nsr-post": dict(gamma=10.0),  # a gate behind Newton-Schulz shrinks the update; 1000 leaves too little of it
     "gpt2-small": dict(_gpt2, n_layer=12, n_head=12, n_embd=768, micro_batch_size=15),
     "gpt2-medium": dict(_gpt2, n_layer=24, n_head=16, n_embd=1024, micro_batch_size=10),
@@ -850,12 +851,12 @@ class Watch(threading.Thread):
     """Ends this process, naming the rank, when one is dead or keeps the others waiting for longer than timeout_minutes: a backend's
     own timeout does not tell whom it waited for. Every rank counts in Watch.at how often it was about to wait for all others;
     a thread posts that with a heartbeat to the rendezvous store, and reads what the others post."""
-    at = 0
+    at, done = 0, threading.Event()
 
     def __init__(self, rank: int, world: int, store: dist.TCPStore):
         super().__init__(daemon=True)
         self.store = dist.PrefixStore("watch", dist.TCPStore(store.host, store.port))  # its own connection: nobody blocks it
-        self.rank, self.keys, self.done = rank, [str(r) for r in range(world)], threading.Event()
+        self.rank, self.keys = rank, [str(r) for r in range(world)]
         self.start()
 
     def run(self):
@@ -936,7 +937,7 @@ def train() -> dict:
     # ---- data and model: everything that can be wrong is found before anything is written
     if world > 1:
         store = rendezvous(rank)
-        watch = Watch(rank, world, store)
+        Watch(rank, world, store)
     train_shards = Shards(dataset, "train", rank, world)
     val_shards = Shards(val_dataset or dataset, "val", rank, world)
     if val_shards.vocab != train_shards.vocab:
@@ -1021,8 +1022,9 @@ def train() -> dict:
     if step == 0:
         log(f"step:0/{max_iters} val_loss:{val_loss:.5f} train_time:0.000s val_acc:{val_acc:.4f}")
     parallel = raw
+    devices = [local_rank] if where.type == "cuda" else None
     if world > 1:
-        parallel = DDP(raw, device_ids=[local_rank] if where.type == "cuda" else None, gradient_as_bucket_view=True, broadcast_buffers=False)
+        parallel = DDP(raw, device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=False)
     parameters = [p for p in raw.parameters()]
 
     def gradient(step: int) -> Tensor:
@@ -1176,9 +1178,10 @@ def train() -> dict:
         if rank == 0:
             print(f"log: {log_path}\ncheckpoint: {checkpoints.folder}")
     if world > 1:
-        watch.done.set()
-        dist.all_reduce(torch.zeros(1, device=where))  # rank 0 holds the store, so it leaves last
-        dist.destroy_process_group()
+        Watch.done.set()
+        dist.barrier(device_ids=devices)  # rank 0 holds the store, so it leaves last
+        if where.type == "cuda":
+            dist.destroy_process_group()  # gloo's ends with the process: its destructor can wait for a thread that waits for the GIL
     return dict(run=run, log=log_path, step=step, val_loss=val_loss, val_acc=val_acc, train_time=train_time, loss=figures["loss"])
 
 
@@ -1214,6 +1217,7 @@ def main(argv: list[str]) -> dict:
     try:
         return train()
     finally:
+        Watch.done.set()
         for number, handler in before.items():
             signal.signal(number, handler)
 

@@ -124,6 +124,7 @@ _suite_b = dict(dataset="fineweb", block_size=512, tied=True, fused_qkv=True, in
 PRESETS = {  # "NAME/OPTIMIZER" is applied after "NAME"
     "demo": {},
     "demo/adamw": dict(learning_rate=3e-3, adam_lr=3e-3),
+    "demo/adamuon": dict(adjust_lr_fn="frobenius"),
     "demo/muon-nsr-post": dict(gamma=10.0),  # a gate behind Newton-Schulz shrinks the update; 1000 leaves too little of it
     "suite-a-130m": dict(_suite_a, n_embd=512, n_head=8, n_ffn=2048, max_iters=5000, learning_rate=0.016, adam_lr=0.0032),
     "suite-a-130m/adamuon": dict(adjust_lr_fn="frobenius", learning_rate=2e-3),
@@ -132,6 +133,7 @@ PRESETS = {  # "NAME/OPTIMIZER" is applied after "NAME"
     "suite-a-300m/adamuon": dict(adjust_lr_fn="frobenius", learning_rate=1.3e-3),
     "suite-a-1.2b": dict(_suite_a, n_embd=1536, n_head=24, n_ffn=6144, max_iters=23_000, learning_rate=0.008, adam_lr=0.0012,
                          momentum=0.98, batch_size=256, micro_batch_size=2, decay_frac=1.0, grad_clip=2.0, eval_interval=250),
+    "suite-a-1.2b/adamuon": dict(adjust_lr_fn="frobenius", learning_rate=1.3e-3),  # the paper has none: the 300M's
     "suite-b-210m": dict(_suite_b, n_layer=24, n_head=12, n_embd=768, n_ffn=2048, batch_size=256, micro_batch_size=32,
                          max_iters=128_000, adam_beta2=0.999, grad_clip=0.5, eval_interval=115),
     "suite-b-210m/adamuon": dict(adjust_lr_fn="frobenius"),
@@ -878,12 +880,12 @@ class Watch(threading.Thread):
     """Ends this process, naming the rank, when one is dead or keeps the others waiting for longer than timeout_minutes: a backend's
     own timeout does not tell whom it waited for. Every rank counts in Watch.at how often it was about to wait for all others;
     a thread posts that with a heartbeat to the rendezvous store, and reads what the others post."""
-    at = 0
+    at, done = 0, threading.Event()
 
     def __init__(self, rank: int, world: int, store: dist.TCPStore):
         super().__init__(daemon=True)
         self.store = dist.PrefixStore("watch", dist.TCPStore(store.host, store.port))  # its own connection: nobody blocks it
-        self.rank, self.keys, self.done = rank, [str(r) for r in range(world)], threading.Event()
+        self.rank, self.keys = rank, [str(r) for r in range(world)]
         self.start()
 
     def run(self):
@@ -964,7 +966,7 @@ def train() -> dict:
     # ---- data and model: everything that can be wrong is found before anything is written
     if world > 1:
         store = rendezvous(rank)
-        watch = Watch(rank, world, store)
+        Watch(rank, world, store)
     train_shards = Shards(dataset, "train", rank, world)
     val_shards = Shards(val_dataset or dataset, "val", rank, world)
     if val_shards.vocab != train_shards.vocab:
@@ -1049,8 +1051,9 @@ def train() -> dict:
     if step == 0:
         log(f"step:0/{max_iters} val_loss:{val_loss:.5f} train_time:0.000s val_acc:{val_acc:.4f}")
     parallel = raw
+    devices = [local_rank] if where.type == "cuda" else None
     if world > 1:
-        parallel = DDP(raw, device_ids=[local_rank] if where.type == "cuda" else None, gradient_as_bucket_view=True, broadcast_buffers=False)
+        parallel = DDP(raw, device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=False)
     parameters = [p for p in raw.parameters()]
 
     def gradient(step: int) -> Tensor:
@@ -1204,9 +1207,10 @@ def train() -> dict:
         if rank == 0:
             print(f"log: {log_path}\ncheckpoint: {checkpoints.folder}")
     if world > 1:
-        watch.done.set()
-        dist.all_reduce(torch.zeros(1, device=where))  # rank 0 holds the store, so it leaves last
-        dist.destroy_process_group()
+        Watch.done.set()
+        dist.barrier(device_ids=devices)  # rank 0 holds the store, so it leaves last
+        if where.type == "cuda":
+            dist.destroy_process_group()  # gloo's ends with the process: its destructor can wait for a thread that waits for the GIL
     return dict(run=run, log=log_path, step=step, val_loss=val_loss, val_acc=val_acc, train_time=train_time, loss=figures["loss"])
 
 
@@ -1242,6 +1246,7 @@ def main(argv: list[str]) -> dict:
     try:
         return train()
     finally:
+        Watch.done.set()
         for number, handler in before.items():
             signal.signal(number, handler)
 
