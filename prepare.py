@@ -500,10 +500,11 @@ def build(args, source, found, tokenizer, inputs, splits, limit=None, fetch=None
     with locked(folder):
         seen = list(itertools.accumulate(inputs, lambda before, item: digest([before, item]), initial=""))
         state = resume(folder, source, found, seen)
-        began, fresh, queue, full = time.monotonic(), state["at"] == [0, 0, 0], collections.deque(), False
+        began, fresh, queue = time.monotonic(), state["at"] == [0, 0, 0], collections.deque()
         jobs = plan(inputs, state["at"], fetch or (lambda i: inputs[i].get("path", "")))
         workers = args.workers or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
         counted = state["splits"][limit[0]] if limit else {"tokens": 0}
+        full = bool(limit) and counted["tokens"] >= limit[1]
         bar = tqdm(desc=args.name, total=limit[1] if limit else size, unit="tok" if limit else "B", unit_scale=True,
                    initial=counted["tokens"] or sum(item["size"] for item in inputs[:state["at"][0]]),
                    delay=0.5, mininterval=0.1 if sys.stderr.isatty() else 1)
@@ -569,7 +570,7 @@ def resume(folder, source, found, seen):
     for split in SPLITS:
         whole, rest = divmod(state["splits"][split]["tokens"], SHARD_TOKENS)
         last = shard_path(folder, split, whole)
-        for shard in folder.glob(f"*_{split}_*.bin"):
+        for shard in folder.glob(f"{last.name[:-len('000000.bin')]}*.bin"):
             if shard > last or shard == last and not rest:
                 shard.unlink()
         if rest:

@@ -15,6 +15,7 @@ Shapes: B sequences of a micro-batch, T tokens, D model width, H heads, K head w
 """
 import contextlib
 import difflib
+import errno
 import hashlib
 import json
 import math
@@ -74,7 +75,7 @@ init_residual = False         # projections into the residual stream (attention 
 activation_checkpointing = False  # recompute every block in the backward pass instead of keeping its activations
 # budget
 batch_size = 16               # sequences per update, all ranks and micro-batches together
-micro_batch_size = 16         # sequences per forward pass of one rank
+micro_batch_size = 0          # sequences per forward pass of one rank; 0 = batch_size / ranks
 max_iters = 600               # updates
 # optimizer
 optimizer = "muon-vs"         # adamw, or a key of optim.VARIANTS for the matrices inside blocks (adamw for the rest)
@@ -198,12 +199,12 @@ def choose(name: str, value: str, choices: list[str]) -> None:
 
 
 def check_globals() -> None:
-    for name in ("n_layer", "n_head", "n_embd", "n_ffn", "block_size", "batch_size", "micro_batch_size", "log_interval", "eval_interval",
-                 "checkpoint_interval", "val_tokens", "keep_checkpoints", "max_skipped", "timeout_minutes", "rope_base"):
+    for name in ("n_layer", "n_head", "n_embd", "n_ffn", "block_size", "batch_size", "max_skipped", "rope_base",
+                 "log_interval", "eval_interval", "checkpoint_interval", "val_tokens", "keep_checkpoints", "timeout_minutes"):
         if globals().get(name, 1) <= 0:
             raise UserError(f"--{name}={globals()[name]}: expected a number above 0")
-    for name in ("max_iters", "vocab_size", "learning_rate", "adam_lr", "weight_decay", "grad_clip", "gamma", "muon_eps", "ns_steps",
-                 "ns_eps", "adam_eps", "warmup_iters", "sample_tokens", "threads", "seed", "data_seed"):
+    for name in ("max_iters", "micro_batch_size", "vocab_size", "learning_rate", "adam_lr", "weight_decay", "grad_clip", "gamma", "muon_eps",
+                 "ns_steps", "ns_eps", "adam_eps", "warmup_iters", "sample_tokens", "threads", "seed", "data_seed"):
         if globals()[name] < 0:
             raise UserError(f"--{name}={globals()[name]}: expected a number of at least 0")
     for name in ("momentum", "beta2", "adam_beta1", "adam_beta2"):
@@ -224,7 +225,8 @@ def check_globals() -> None:
     if run_name and not re.fullmatch(r"[\w.=+-]+", run_name):
         raise UserError(f"--run_name={run_name}: it names files, so use letters, digits and any of . _ = + -")
     if val_tokens < block_size:
-        raise UserError(f"--val_tokens={val_tokens} is less than one window of --block_size={block_size}; use --val_tokens={block_size} or more")
+        raise UserError(f"--val_tokens={val_tokens} is less than one window of --block_size={block_size}; use "
+                        f"--val_tokens={block_size} or more")
 
 
 def usage() -> str:
@@ -258,11 +260,11 @@ class Shards:
             except OSError as error:
                 raise UserError(f"cannot read {path}: {error.strerror}; run `python prepare.py verify {name}`") from None
             if header[0] != MAGIC or header[1] != VERSION:
-                raise UserError(f"{path} is no token shard (its first words are {header[:2].tolist()}, expected [{MAGIC}, {VERSION}]); "
-                                f"for a nanoGPT .bin run `python prepare.py import {path}`")
+                raise UserError(f"{path} is no token shard: its first words are {header[:2].tolist()}, expected "
+                                f"[{MAGIC}, {VERSION}]; for a nanoGPT .bin run `python prepare.py import {path}`")
             if length != HEADER * 4 + 2 * int(header[2]):
-                raise UserError(f"{path} is truncated or damaged: {length} bytes, expected {HEADER * 4 + 2 * int(header[2])} for the "
-                                f"{header[2]} tokens of its header; delete it and run `{mend}` again")
+                raise UserError(f"{path} is truncated or damaged: {length} bytes, expected {HEADER * 4 + 2 * int(header[2])} "
+                                f"for the {header[2]} tokens of its header; delete it and run `{mend}` again")
             ours = bool(header[6])
             vocab = int(header[3]) if ours else 50257  # shards of others are GPT-2's
             if self.vocab not in (0, vocab):
@@ -313,8 +315,8 @@ class Shards:
         an order of its own for each epoch; a batch that reaches the end of an epoch is filled from the next one."""
         at = step * batch_size + np.arange(rows.start, rows.stop)
         epochs = at // len(self)
-        windows = np.concatenate([shuffle(at[epochs == e] - e * len(self), len(self), data_seed or seed, int(e)) for e in np.unique(epochs)])
-        return self.read(windows)
+        return self.read(np.concatenate([shuffle(at[epochs == e] - e * len(self), len(self), data_seed or seed, int(e))
+                                         for e in np.unique(epochs)]))
 
 
 def manifest_shards(folder: Path, split: str) -> set[str]:
@@ -324,7 +326,8 @@ def manifest_shards(folder: Path, split: str) -> set[str]:
     except FileNotFoundError:
         return set()
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{folder / 'manifest.json'} cannot be read ({type(error).__name__}); run `python prepare.py verify {folder.name}`") from None
+        raise UserError(f"{folder / 'manifest.json'} cannot be read ({type(error).__name__}); run `python prepare.py verify "
+                        f"{folder.name}`") from None
 
 
 def shuffle(i: np.ndarray, n: int, *key: int) -> np.ndarray:
@@ -500,8 +503,8 @@ def build_optimizers(model: nn.Module, compiled: bool, ns_dtype: torch.dtype) ->
     if optimizer == "adamw":
         optimizers = [AdamW([matrices, *adam], betas=(adam_beta1, adam_beta2), eps=adam_eps, **shared)]
     else:
-        optimizers = [Muon([matrices], variant=optimizer, momentum=momentum, gamma=gamma, beta2=beta2, eps=muon_eps, ns_steps=ns_steps,
-                           ns_eps=ns_eps, ns_dtype=ns_dtype, adjust_lr_fn=adjust_lr_fn, **shared),
+        optimizers = [Muon([matrices], variant=optimizer, momentum=momentum, gamma=gamma, beta2=beta2, eps=muon_eps,
+                           ns_steps=ns_steps, ns_eps=ns_eps, ns_dtype=ns_dtype, adjust_lr_fn=adjust_lr_fn, **shared),
                       AdamW(adam, betas=(adam_beta1, adam_beta2), eps=adam_eps, **shared)]
     for group in (group for opt in optimizers for group in opt.param_groups):
         group["initial_lr"] = group["lr"]
@@ -652,8 +655,8 @@ def check_disk(model: nn.Module, folder: Path) -> None:
         raise UserError(f"cannot write {folder}: {error.strerror}; expected a writable folder; set --checkpoint_dir") from None
     parts = memory_estimate(model, 1)
     if (need := (parts["parameters"] + parts["optimizer"]) * (keep_checkpoints + 2)) > free:
-        raise UserError(f"about {need / 2**30:.1f} GiB are needed for checkpoints in {folder}, {free / 2**30:.1f} GiB are free; set "
-                        "--checkpoint_dir to another disk, or lower --keep_checkpoints")
+        raise UserError(f"about {need / 2**30:.1f} GiB are needed for checkpoints in {folder}, {free / 2**30:.1f} GiB are free; "
+                        "set --checkpoint_dir to another disk, or lower --keep_checkpoints")
 
 
 # ======================================================================================================================
@@ -685,8 +688,8 @@ class Checkpoints:
             self.thread.join()
         self.thread, failure, self.failure = None, self.failure, None
         if failure:
-            message = (f"could not save a checkpoint in {self.folder}: {failure}; free some space or set --checkpoint_dir; the ones before "
-                       "are intact")
+            message = (f"could not save a checkpoint in {self.folder}: {failure}; free some space or set --checkpoint_dir; "
+                       "the ones before are intact")
             if last:
                 raise UserError(message + ": go on from there with --resume=auto")
             print(f"{message}; training goes on", file=sys.stderr, flush=True)
@@ -706,8 +709,9 @@ class Checkpoints:
     def _remove_old(self):
         """All but the newest ones, the best of those that were validated, and files that are no checkpoints."""
         notes = {path: note for path in sorted(self.folder.glob("step_*.pt")) if (note := read_note(path))}
-        best = min((path for path in notes if notes[path]["val_loss"] is not None), key=lambda path: notes[path]["val_loss"], default=None)
-        for path in set(notes) - {best, *list(notes)[-keep_checkpoints:]}:
+        scored = [path for path in notes if notes[path]["val_loss"] is not None]
+        best = sorted(scored, key=lambda path: notes[path]["val_loss"])[:1]
+        for path in set(notes) - {*best, *list(notes)[-keep_checkpoints:]}:
             path.with_suffix(".json").unlink()
             path.unlink()
 
@@ -746,11 +750,12 @@ def read_note(path: Path) -> dict | None:
 def read_checkpoint(path: Path) -> dict:
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)  # tensors and plain types: nothing in it is executed
-    except Exception as error:  # torch documents none
-        raise UserError(f"{path} is no checkpoint of {Path(__file__).name} ({type(error).__name__}); give one that it saved") from None
-    if not isinstance(saved, dict) or saved.get("script") != Path(__file__).name:
-        raise UserError(f"{path} is no checkpoint of {Path(__file__).name}; give one that it saved")
-    return saved
+        if saved["script"] != Path(__file__).name:
+            raise ValueError
+        return saved
+    except Exception as error:  # it may be any file
+        raise UserError(f"{path} is no checkpoint of {Path(__file__).name} ({type(error).__name__}); give one that it "
+                        "saved") from None
 
 
 def damage(path: Path) -> str:
@@ -794,8 +799,8 @@ def fitting():
     try:
         yield
     except (RuntimeError, ValueError) as error:
-        raise UserError(f"--resume: the checkpoint is of another model or optimizer ({' '.join(str(error).split())[:200]}); give the flags "
-                        "of the run that made it") from None
+        raise UserError(f"--resume: the checkpoint is of another model or optimizer ({' '.join(str(error).split())[:200]}); give "
+                        "the flags of the run that made it") from None
 
 
 def to_host(tree):
@@ -823,18 +828,21 @@ class Log:
                 if head is not None:
                     replace(path, lambda f: f.write(head.encode()))
                 torn = not path.read_bytes().endswith(b"\n")  # a line that a full disk or a kill cut short
-                self.file = open(path, "a", encoding="utf-8", buffering=1, newline="\n")
-                self.file.write("\n" * torn)
+                self.file = open(path, "ab", buffering=0)
+                self.file.write(b"\n" * torn)
             except OSError as error:
                 raise UserError(f"cannot write {path}: {error.strerror}; expected a writable folder; set --log_dir") from None
 
     def __call__(self, line: str) -> None:
         if self.file:
             print(line, flush=True)
+            data = (line + "\n").encode()
             try:
-                self.file.write(line + "\n")
+                if self.file.write(data) < len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             except OSError as error:
-                raise UserError(f"cannot write {self.path}: {error.strerror}; free some space, then go on with --resume=auto") from None
+                raise UserError(f"cannot write {self.path}: {error.strerror}; free some space, then go on with "
+                                "--resume=auto") from None
 
 
 def sources() -> tuple[str, str]:
@@ -907,12 +915,12 @@ class Watch(threading.Thread):
                 at, since = Watch.at, now
             where = {key: f"rank {key}" + (f" on {posts[key].split()[2].decode()}" if key in posts else "") for key in self.keys}
             if silent := [where[key] for key in self.keys if now - heard[key] > limit]:
-                return self.end(f"{', '.join(silent)} gave no sign of life for {timeout_minutes:g} minutes: dead, stopped or cut off")
+                return self.end(f"{', '.join(silent)} gave no sign of life for {timeout_minutes:g} minutes")
             if now - since > limit and (late := [where[key] for key in posts if int(posts[key].split()[0]) < at]):
                 return self.end(f"{', '.join(late)} kept the others waiting for {timeout_minutes:g} minutes (--timeout_minutes)")
 
     def end(self, what: str):
-        print(f"{Path(__file__).name}: error: rank {self.rank} stops: {what}; go on with --resume=auto", file=sys.stderr, flush=True)
+        complain(f"rank {self.rank} stops: {what}; go on with --resume=auto")
         os._exit(1)
 
 
@@ -923,8 +931,8 @@ def agree(facts: dict[str, str], where: torch.device, rank: int, world: int) -> 
     dist.all_gather(everyone, mine)
     for r, other in enumerate(everyone):
         if differing := [name for name, a, b in zip(facts, everyone[0], other) if not torch.equal(a, b)]:
-            raise UserError(f"rank {r} differs from rank 0 in its {', '.join(differing)}; start all ranks from the same files, data and "
-                            "command")
+            raise UserError(f"rank {r} differs from rank 0 in its {', '.join(differing)}; start all ranks from the same files, "
+                            "data and command")
 
 
 def fast_bf16(where: torch.device) -> bool:
@@ -949,13 +957,15 @@ def train() -> dict:
     if kind.startswith("cuda") and not torch.cuda.is_available() or kind == "mps" and not torch.backends.mps.is_available():
         raise UserError(f"--device={kind}: this torch ({torch.__version__}) finds no such device; use --device=cpu")
     where = torch.device("cuda", local_rank) if kind == "cuda" else torch.device(kind)
+    globals()["micro_batch_size"] = micro_batch_size or max(1, batch_size // world)
     if batch_size % (micro_batch_size * world):
         fits = max(m for m in range(1, micro_batch_size + 1) if batch_size % (m * world) == 0) if batch_size % world == 0 else 0
-        raise UserError(f"--batch_size={batch_size} is not a multiple of --micro_batch_size={micro_batch_size} x {world} ranks; " + (
-            f"use --micro_batch_size={fits}" if fits else f"use --batch_size={max(1, batch_size // (micro_batch_size * world)) * micro_batch_size * world}"))
+        whole = max(1, batch_size // (micro_batch_size * world)) * micro_batch_size * world
+        raise UserError(f"--batch_size={batch_size} is not a multiple of --micro_batch_size={micro_batch_size} x {world} ranks; "
+                        f"use {f'--micro_batch_size={fits}' if fits else f'--batch_size={whole}'}")
     accumulate = batch_size // (micro_batch_size * world)
     if resume != "auto" and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
-        raise UserError("torchrun --max-restarts needs --resume=auto, or a restarted group would not go on from its newest checkpoint")
+        raise UserError("torchrun --max-restarts needs --resume=auto, or a restarted group would not go on from its checkpoint")
     if where.type == "cuda":
         torch.cuda.set_device(where)
         torch.backends.cuda.matmul.allow_tf32 = True
@@ -970,8 +980,8 @@ def train() -> dict:
     train_shards = Shards(dataset, "train", rank, world)
     val_shards = Shards(val_dataset or dataset, "val", rank, world)
     if val_shards.vocab != train_shards.vocab:
-        raise UserError(f"--val_dataset={val_dataset} has a vocabulary of {val_shards.vocab} ids, {dataset} one of {train_shards.vocab}: "
-                        "prepare both with the same tokenizer")
+        raise UserError(f"--val_dataset={val_dataset} has a vocabulary of {val_shards.vocab} ids, {dataset} one of "
+                        f"{train_shards.vocab}: prepare both with the same tokenizer")
     vocab = vocab_size or -(-train_shards.vocab // 64) * 64
     tokenizer = {257: "bytes", 50257: "gpt2", 32000: "llama2"}.get(train_shards.vocab, "")
     with torch.device("meta"):
@@ -1005,12 +1015,15 @@ def train() -> dict:
     log_path, checkpoints = Path(log_dir) / f"{run}.txt", Checkpoints(run)
     saved = checkpoints.load(resume) if resume else None
     if world > 1:
-        agree({"checkpoint (is --checkpoint_dir on a file system that all share?)": f"{saved and saved['step']}"}, where, rank, world)
+        agree({"checkpoint (is --checkpoint_dir on a shared file system?)": str(saved and saved["step"])}, where, rank, world)
     if rank == 0 and not resume and (log_path.exists() or any(checkpoints.folder.glob("*"))):
-        raise UserError(f"a run {run} exists already ({log_path}, {checkpoints.folder}); choose another --run_name, or go on with --resume=auto")
+        raise UserError(f"a run {run} exists already ({log_path}, {checkpoints.folder}); choose another --run_name, or go on with "
+                        "--resume=auto")
     facts = dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__, platform=platform.platform(),
-                 device=torch.cuda.get_device_name(where) if where.type == "cuda" else f"{where.type} {cpu_name()}, {torch.get_num_threads()} threads",
-                 world_size=world, dtype_used="bfloat16 autocast" if bf16 else "float32", started=started.isoformat(timespec="seconds"),
+                 device=(torch.cuda.get_device_name(where) if where.type == "cuda" else
+                         f"{where.type} {cpu_name()}, {torch.get_num_threads()} threads"),
+                 world_size=world, dtype_used="bfloat16 autocast" if bf16 else "float32",
+                 started=started.isoformat(timespec="seconds"),
                  train_tokens=train_shards.tokens, val_tokens_used=min(val_tokens // block_size, len(val_shards)) * block_size,
                  data_checksum=f"{train_shards.checksum}-{val_shards.checksum}", vocab=vocab,
                  params=sum(p.numel() for p in raw.parameters()), flops_per_token=f"{flops_per_token(raw):.0f}")
@@ -1019,19 +1032,21 @@ def train() -> dict:
                    if name not in MAY_CHANGE and saved["globals"].get(name) != globals()[name]]
         changed += ["the data (another checksum)"] if saved["data"] != facts["data_checksum"] else []
         if changed and not allow_change:
-            raise UserError(f"--resume: the checkpoint was made with other values of {', '.join(changed)}; give the same, or --allow_change=true")
+            raise UserError(f"--resume: the checkpoint was made with other values of {', '.join(changed)}; give the same, or "
+                            "--allow_change=true")
         if rank == 0 and (newer := checkpoints.newer(saved["step"])):
-            raise UserError(f"--resume={resume}: run {run} has newer checkpoints ({newer[-1]}); go on from there with --resume=auto, or "
-                            "branch off with another --run_name")
+            raise UserError(f"--resume={resume}: run {run} has newer checkpoints ({newer[-1]}); go on from there with "
+                            "--resume=auto, or branch off with another --run_name")
         with fitting():
             raw.load_state_dict(saved["model"])
     if rank == 0:
         check_disk(shape_only, checkpoints.folder)
     log = Log(log_path, rank, None if saved and log_path.exists() else log_head(run, facts))
     if rank == 0:
-        print(f"{run}: {facts['params'] / 1e6:.2f} M parameters, {facts['device']}, {facts['dtype_used']}, {world} ranks x {accumulate} "
-              f"micro-batches x {micro_batch_size} x {block_size} tokens an update; {max_iters * batch_size * block_size / train_shards.tokens:.2f} "
-              f"epochs of {dataset}\n{parameter_table(raw)}", flush=True)
+        epochs = max_iters * batch_size * block_size / train_shards.tokens
+        print(f"{run}: {facts['params'] / 1e6:.2f} M parameters, {facts['device']}, {facts['dtype_used']}, {world} ranks x "
+              f"{accumulate} micro-batches x {micro_batch_size} x {block_size} tokens an update; {epochs:.2f} epochs of {dataset}\n"
+              f"{parameter_table(raw)}", flush=True)
     step, train_time, skipped = (saved[key] for key in ("step", "train_time", "skipped")) if saved else (0, 0.0, 0)
 
     # ---- compilation, outside the clock: an update at learning rate 0 changes no parameter, its state is dropped
@@ -1044,8 +1059,8 @@ def train() -> dict:
         val_loss, val_acc = validate()
     except torch._dynamo.exc.TorchDynamoException as error:
         if rank == 0:
-            print(f"runs uncompiled, so slower: torch.compile failed ({type(error).__name__}); install a C++ compiler, or pass --compile=false",
-                  file=sys.stderr)
+            print(f"runs uncompiled, so slower: torch.compile failed ({type(error).__name__}); install a C++ compiler, or pass "
+                  "--compile=false", file=sys.stderr)
         torch.compiler.set_stance("force_eager")
         val_loss, val_acc = validate()
     if step == 0:
@@ -1072,11 +1087,11 @@ def train() -> dict:
         return total
 
     def clip() -> Tensor:
-        """Scales the gradient to a global norm of at most grad_clip; makes it NaN, which optimizers skip, if the norm is not finite."""
+        """Scales the gradient to a global norm of at most grad_clip; makes it NaN, which optimizers skip, if that is not finite."""
         grads = [p.grad for p in parameters if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads)
-        scale = torch.where(norm.isfinite(), (grad_clip / (norm + 1e-6)).clamp(max=1) if grad_clip else torch.ones_like(norm), math.nan)
-        torch._foreach_mul_(grads, scale)
+        scale = (grad_clip / (norm + 1e-6)).clamp(max=1) if grad_clip else torch.ones_like(norm)
+        torch._foreach_mul_(grads, torch.where(norm.isfinite(), scale, math.nan))
         return norm
 
     def optimize(factor: float) -> None:
@@ -1120,31 +1135,31 @@ def train() -> dict:
             figures["stop"] = figures["stop"] or stop_votes > 0
             if not math.isfinite(figures["loss"]):
                 raise UserError(f"the loss of update {at} is {figures['loss']}, the last finite one was "
-                                f"{'none' if last_finite is None else f'{last_finite:.4f}'}; try a lower --learning_rate and --adam_lr, "
-                                "more --warmup_iters or --dtype=float32, from the last checkpoint with --resume")
+                                f"{'none' if last_finite is None else f'{last_finite:.4f}'}; try a lower --learning_rate and "
+                                "--adam_lr, more --warmup_iters or --dtype=float32, from the last checkpoint with --resume")
             last_finite = figures["loss"]
             finite = math.isfinite(figures["norm"])
             skipped, in_a_row = skipped + (not finite), 0 if finite else in_a_row + 1
             if in_a_row >= max_skipped:
-                raise UserError(f"the gradient was not finite in {in_a_row} updates in a row, up to update {at}; the weights are as before "
-                                "them; try a lower --learning_rate or --dtype=float32")
+                raise UserError(f"the gradient was not finite in {in_a_row} updates in a row, up to update {at}; the weights are "
+                                "as before them; try a lower --learning_rate or --dtype=float32")
         unread.clear()
 
     def progress() -> str:
         rate = (step - mark[0]) * batch_size * block_size / max(1e-9, train_time - mark[1])
         pace = (train_time - session[1]) / max(1, step - session[0])
         mfu = f"{rate * flops_per_token(raw) / (peak * world):.3f}" if peak else "n/a"
-        return (f"train_loss:{figures['loss']:.5f} lr:{learning_rate * lr_factor(step - 1):.6g} "
-                + (f"grad_norm:{figures['norm']:.4f} " if math.isfinite(figures["norm"]) else "") +
-                f"tokens_per_s:{rate:.0f} mfu:{mfu}" + (f" skipped:{skipped}" if skipped else "") + f" time_left:{seconds(pace * (max_iters - step))}")
+        norm = f"grad_norm:{figures['norm']:.4f} " if math.isfinite(figures["norm"]) else ""
+        return (f"train_loss:{figures['loss']:.5f} lr:{learning_rate * lr_factor(step - 1):.6g} {norm}tokens_per_s:{rate:.0f} "
+                f"mfu:{mfu}{f' skipped:{skipped}' if skipped else ''} time_left:{seconds(pace * (max_iters - step))}")
 
     def save() -> None:
         states = [opt.state_dict() for opt in optimizers]  # every rank takes part
         if rank == 0:
             checkpoints.save(step, dict(
-                script=Path(__file__).name, model=to_host(raw.state_dict()), optimizers=to_host(states), step=step, train_time=train_time,
-                skipped=skipped, sequences=step * batch_size, rng=torch.get_rng_state(), globals={name: globals()[name] for name in GLOBALS},
-                data=facts["data_checksum"], vocab=vocab, tokenizer=tokenizer, eot=train_shards.eot, torch=str(torch.__version__),
+                script=Path(__file__).name, model=to_host(raw.state_dict()), optimizers=to_host(states), step=step,
+                train_time=train_time, skipped=skipped, sequences=step * batch_size, rng=torch.get_rng_state(),
+                globals={name: globals()[name] for name in GLOBALS}, data=facts["data_checksum"], vocab=vocab, tokenizer=tokenizer, eot=train_shards.eot, torch=str(torch.__version__),
                 source=source_hash()), val_loss if step % eval_interval == 0 or step == max_iters else None)
 
     def times() -> str:
@@ -1190,16 +1205,18 @@ def train() -> dict:
             save()
         if figures["stop"] and step < max_iters:
             checkpoints.wait(last=True)
-            log(f"stopped after update {step} by {stop['signal'] or 'a signal to another rank'}; go on with --run_name={run} --resume=auto")
+            log(f"stopped after update {step} by {stop['signal'] or 'a signal to another rank'}; go on with the same command and "
+                f"--run_name={run} --resume=auto")
             break
         synchronize()
         clock = time.perf_counter()
     else:
         memory = torch.cuda.max_memory_allocated(where) if where.type == "cuda" else peak_rss()
-        state = sum(t.numel() * t.element_size() for opt in optimizers for s in opt.state.values() for t in s.values() if isinstance(t, Tensor))
+        buffers = [t for opt in optimizers for state in opt.state.values() for t in state.values() if isinstance(t, Tensor)]
+        state = sum(t.numel() * t.element_size() for t in buffers)
         rate = (step - session[0]) * batch_size * block_size / max(1e-9, train_time - session[1])
-        log(f"final val_loss:{val_loss:.5f} val_ppl:{math.exp(min(val_loss, 700)):.4f} val_acc:{val_acc:.4f} {times()} tokens_per_s:{rate:.0f} "
-            f"peak_memory_mib:{memory / 2**20:.0f} optimizer_state_mib:{state / 2**20:.1f} compile_time:{compile_time:.1f}s")
+        log(f"final val_loss:{val_loss:.5f} val_ppl:{math.exp(min(val_loss, 700)):.4f} val_acc:{val_acc:.4f} {times()} "
+            f"tokens_per_s:{rate:.0f} peak_memory_mib:{memory / 2**20:.0f} optimizer_state_mib:{state / 2**20:.1f} compile_time:{compile_time:.1f}s")
         if rank == 0 and sample_tokens:
             with torch.compiler.set_stance("force_eager"):
                 log("sample: " + sample(raw, tokenizer, train_shards.eot, where, autocast))
@@ -1210,7 +1227,7 @@ def train() -> dict:
         Watch.done.set()
         dist.barrier(device_ids=devices)  # rank 0 holds the store, so it leaves last
         if where.type == "cuda":
-            dist.destroy_process_group()  # gloo's ends with the process: its destructor can wait for a thread that waits for the GIL
+            dist.destroy_process_group()  # gloo's ends with the process: destroying it can wait for a thread that waits for the GIL
     return dict(run=run, log=log_path, step=step, val_loss=val_loss, val_acc=val_acc, train_time=train_time, loss=figures["loss"])
 
 
@@ -1251,6 +1268,10 @@ def main(argv: list[str]) -> dict:
             signal.signal(number, handler)
 
 
+def complain(what) -> None:
+    print(f"{Path(__file__).name}: error: {what}", file=sys.stderr, flush=True)
+
+
 def cli() -> int:
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(usage())
@@ -1261,13 +1282,14 @@ def cli() -> int:
     except UserError as error:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(3)  # most mistakes are found on every rank: the first tells it, and torchrun ends the others
-        print(f"{Path(__file__).name}: error: {error}", file=sys.stderr, flush=True)
+        complain(error)
         return 1
     except RuntimeError as error:
         if "RANK" not in os.environ or not re.search("gloo|nccl|connection|store", str(error), re.IGNORECASE):
             raise
-        print(f"{Path(__file__).name}: error: rank {os.environ['RANK']} lost another rank ({str(error).split('] ', 1)[-1].split('. ')[0][:120]}); "
-              "torchrun's report names the first that failed; go on with --resume=auto", file=sys.stderr, flush=True)
+        what = str(error).split("] ", 1)[-1].split(". ")[0][:120]
+        complain(f"rank {os.environ['RANK']} lost another rank ({what}); torchrun's report names the first that failed; go on with "
+                 "--resume=auto")
         return 1
     except KeyboardInterrupt:
         print(f"{Path(__file__).name}: interrupted; the last checkpoint is intact", file=sys.stderr)

@@ -286,7 +286,7 @@ def test_units_do_not_change_the_documents(monkeypatch):
     assert len(val) > 3 and all(val.count(row) == 2 for row in val if row != rows[0])  # copies stay together
 
 
-@pytest.mark.parametrize("unit", [99, 100, 101, 199, 201, 250])
+@pytest.mark.parametrize("unit", [67, 99, 100, 101, 199, 201, 250])
 def test_every_line_is_in_one_unit(unit, monkeypatch):
     rows = [f"{i:087}" for i in range(30)]  # lines of 100 bytes
     assert {len(line) for line in write("a.jsonl", b"".join(b'{"text": "%s"}\n' % row.encode() for row in rows)).open("rb")} == {100}
@@ -393,7 +393,7 @@ def test_a_full_disk_at_any_step(failing, monkeypatch, capsys):
     whole = contents("data/mine")
     shutil.rmtree("data")
     whole_function, calls = getattr(prepare, failing), [0]
-    for last in range(1, 40, 3):
+    for last in (1, 2, 3, 5, 8, 13, 21):
         def full(*args, **kwargs):
             calls[0] += 1
             if calls[0] >= last:
@@ -425,23 +425,33 @@ def test_two_runs_do_not_write_one_dataset():
         refused("another prepare.py", "--name", "text", "--input", "a.txt", "--name", "mine", left=["mine.partial"])
 
 
-def test_an_unfinished_run_of_other_files_is_refused(monkeypatch):
+def test_files_may_change_until_they_are_read(monkeypatch):
     many_files(4)
     monkeypatch.setattr(prepare, "UNIT", 1)
-    whole_append = prepare.append
+    monkeypatch.setattr(prepare, "SHARD_TOKENS", 1000)
+    write_json, calls = prepare.write_json, []
 
-    def append(folder, split, at, *args):
-        if at > 5000:
+    def interrupted(path, thing):
+        calls.append(path)
+        if len(calls) == 2:  # two units are in the shards, one is accounted for
             raise KeyboardInterrupt
-        return whole_append(folder, split, at, *args)
-    monkeypatch.setattr(prepare, "append", append)
+        write_json(path, thing)
+    monkeypatch.setattr(prepare, "write_json", interrupted)
     with pytest.raises(KeyboardInterrupt):
         text("in")
-    monkeypatch.setattr(prepare, "append", whole_append)
+    monkeypatch.setattr(prepare, "write_json", write_json)
     refused("unfinished run", "rm -r", *TEXT, "--val_fraction", "0.5", left=["mine.partial"])
-    shutil.copy("in/003.jsonl.gz", "in/002.jsonl.gz")  # not read yet: fine
+    read, stat = pathlib.Path("in/000.jsonl.gz"), os.stat("in/000.jsonl.gz")
+    os.utime(read)
+    refused("its files changed", "rm -r", *TEXT, left=["mine.partial"])
+    os.utime(read, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    for i in range(1, 4):
+        write(f"in/00{i}.jsonl.gz", gzip.compress(jsonl([f"short {i}"])))
     text("in")
-    assert os.listdir("data") == ["mine"]
+    resumed = contents("data/mine")
+    shutil.rmtree("data")
+    text("in")
+    assert contents("data/mine") == resumed
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="no /proc to find processes in")
@@ -910,6 +920,18 @@ def test_tokens_stops_at_the_end_of_a_document(hub):
         prepare.main(["verify", f"f{limit}"])
     out = from_hub(hub, "fineweb", "--tokenizer", "bytes", "--tokens", "2k", "--name", "f1000", setup=SMALL)
     assert out.returncode == 1 and "its limit is 1000; expected 2000" in out.stderr
+
+
+def test_a_run_that_had_all_its_tokens_is_resumed(hub):
+    lay_out(hub, "fineweb")
+    flags = ("fineweb", "--tokenizer", "bytes", "--tokens", "1000", "--name")
+    assert from_hub(hub, *flags, "my_val_set", setup=SMALL).returncode == 0
+    whole = contents("data/my_val_set")
+    shutil.rmtree("data")
+    out = from_hub(hub, *flags, "my_val_set", setup=SMALL + "\nprepare.finish = lambda *args: sys.exit(7)")
+    assert out.returncode == 7 and os.listdir("data") == ["my_val_set.partial"]
+    assert from_hub(hub, *flags, "my_val_set", setup=SMALL).returncode == 0
+    assert contents("data/my_val_set") == whole
 
 
 def test_network_errors_are_retried_then_named_and_the_run_goes_on_where_it_was(hub):
