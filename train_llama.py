@@ -1159,8 +1159,8 @@ def train() -> dict:
             checkpoints.save(step, dict(
                 script=Path(__file__).name, model=to_host(raw.state_dict()), optimizers=to_host(states), step=step,
                 train_time=train_time, skipped=skipped, sequences=step * batch_size, rng=torch.get_rng_state(),
-                globals={name: globals()[name] for name in GLOBALS}, data=facts["data_checksum"], vocab=vocab, tokenizer=tokenizer, eot=train_shards.eot, torch=str(torch.__version__),
-                source=source_hash()), val_loss if step % eval_interval == 0 or step == max_iters else None)
+                globals={name: globals()[name] for name in GLOBALS}, data=facts["data_checksum"], vocab=vocab, tokenizer=tokenizer,
+                eot=train_shards.eot, torch=str(torch.__version__), source=source_hash()), val_loss if step % eval_interval == 0 or step == max_iters else None)
 
     def times() -> str:
         return f"train_time:{train_time:.3f}s" + (f" step_avg:{1000 * train_time / step:.2f}ms" if step else "")
@@ -1216,7 +1216,8 @@ def train() -> dict:
         state = sum(t.numel() * t.element_size() for t in buffers)
         rate = (step - session[0]) * batch_size * block_size / max(1e-9, train_time - session[1])
         log(f"final val_loss:{val_loss:.5f} val_ppl:{math.exp(min(val_loss, 700)):.4f} val_acc:{val_acc:.4f} {times()} "
-            f"tokens_per_s:{rate:.0f} peak_memory_mib:{memory / 2**20:.0f} optimizer_state_mib:{state / 2**20:.1f} compile_time:{compile_time:.1f}s")
+            f"tokens_per_s:{rate:.0f} peak_memory_mib:{memory / 2**20:.0f} optimizer_state_mib:{state / 2**20:.1f} "
+            f"compile_time:{compile_time:.1f}s")
         if rank == 0 and sample_tokens:
             with torch.compiler.set_stance("force_eager"):
                 log("sample: " + sample(raw, tokenizer, train_shards.eot, where, autocast))

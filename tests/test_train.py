@@ -551,7 +551,7 @@ def test_without_a_compiler_it_runs_eagerly_after_one_warning(place):
     assert done.returncode == 0 and "final val_loss:" in done.stdout
     assert done.stderr.count("\n") == 1 and "runs uncompiled" in done.stderr
     train(run_name="uncompiled")
-    assert_same_bits(checkpoint("eager", 4), checkpoint("uncompiled", 4))
+    assert all(torch.equal(*pair) for pair in zip(*(checkpoint(run, 4)["model"].values() for run in ("eager", "uncompiled"))))
 
 
 # ---------------------------------------------------------------------------------------------------------------------- not finite
@@ -795,7 +795,7 @@ def test_a_signal_saves_and_ends_with_status_0(name, capsys, monkeypatch):
     module.Shards.batch = reading
     monkeypatch.setattr(sys, "argv", ["train_gpt.py", *flags(**same)])
     assert module.cli() == 0
-    assert f"stopped after update 4 by {name}; go on with --run_name=signal --resume=auto" in capsys.readouterr().out
+    assert f"stopped after update 4 by {name}; go on with the same command and --run_name=signal --resume=auto" in capsys.readouterr().out
     assert handlers == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     train(**same)
     train(**{**same, "run_name": "undisturbed"})
