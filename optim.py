@@ -36,78 +36,57 @@ def newton_schulz(G: Tensor, steps: int = 5, eps: float = 1e-7, dtype: torch.dty
     """
     if G.ndim < 2:
         raise ValueError(f"newton_schulz takes (..., m, n), found shape {tuple(G.shape)}; give vectors to AdamW")
-    X = _normalise(G.to(torch.promote_types(G.dtype, torch.float32)), eps).to(dtype)
-    return _iterate(X.reshape(-1, *G.shape[-2:]), steps).view(G.shape)
+    X = _wide(_normalise(G.to(_compute_dtype(G)), eps)).to(dtype)
+    O = _iterate(X.reshape(-1, *X.shape[-2:]).contiguous(), steps).view(X.shape)
+    return O.mT if G.size(-2) > G.size(-1) else O
+
+
+def _compute_dtype(t: Tensor) -> torch.dtype:
+    return torch.promote_types(t.dtype, torch.float32)
 
 
 def _normalise(X: Tensor, eps: float) -> Tensor:
-    wide = X if X.device.type == "mps" else X.double()  # in fp64 no square over- or underflows; MPS has none
-    return X / (wide.square().sum((-2, -1), keepdim=True).sqrt() + eps).to(X.dtype)
+    squares = (X if X.device.type == "mps" else X.double()).square()  # in fp64 none over- or underflows; MPS has no fp64
+    return X / (squares.sum((-2, -1), keepdim=True).sqrt() + eps).to(X.dtype)
+
+
+def _wide(X: Tensor) -> Tensor:
+    return X.mT if X.size(-2) > X.size(-1) else X
 
 
 def _iterate(X: Tensor, steps: int) -> Tensor:
-    """Newton-Schulz from a normalised X (k, m, n): on a GPU the whole batch at once, on a CPU each matrix with fewer operations."""
-    if X.device.type == "cpu":
-        return torch.stack([_iterate_gram(x, steps) for x in X]) if len(X) > 1 else _iterate_gram(X[0], steps)[None]
-    return _iterate_batch(X, steps)
-
-
-def _iterate_batch(X: Tensor, steps: int) -> Tensor:
-    """The iteration as it is written."""
-    a, b, c = NS_COEFFICIENTS
-    X, tall = (X.mT, True) if X.size(-2) > X.size(-1) else (X, False)
-    for _ in range(steps):
-        A = X @ X.mT
-        B = torch.baddbmm(A, A, A, beta=b, alpha=c)
-        X = torch.baddbmm(X, B, X, beta=a)
-    return X.mT if tall else X
-
-
-def _iterate_gram(X: Tensor, steps: int) -> Tensor:
-    """The same polynomial with fewer operations, for one matrix (m, n); m <= n is described, m > n is its mirror image.
+    """Newton-Schulz on a normalised batch X (k, m, n) with m <= n, in fewer operations. Overwrites X.
 
     An iteration is X <- ZX with Z = aI + bR + cR² and R = XXᵀ. Two of them need one R only: the second's is ZRZ, and products
     of m x m matrices are cheaper than those with X where n is large. All are polynomials in R, so they commute and are
-    symmetric. Every second R is used once only, or rounding would build up: 2 + 1 + 2 iterations. And each m x m matrix is held
-    as a multiple of I and a rest, R = μI + E, because bf16 keeps a small rest more exactly than the whole.
+    symmetric. Every other R serves one iteration only, or rounding would build up: five are made as 2 + 1 + 2. Each m x m matrix
+    is held as a multiple of I and a rest, R = μI + E, since bf16 keeps a small rest more exactly than the whole; any μ is right,
+    and these keep E small: tr(R)/m is 1/m at first, and about 0.2 to 0.9 after two iterations.
     """
-    a, b, c = NS_COEFFICIENTS
-    tall = X.size(0) > X.size(1)
-    m, n, pair = min(X.shape), max(X.shape), False
-    eye = torch.eye(m, dtype=X.dtype)
+    m, n = X.shape[-2:]
+    Y = torch.empty_like(X)
+    mu, pair = 1 / m, False
     while steps > 0:
-        mu = torch.linalg.vector_norm(X).item() ** 2 / m
-        E = _symmetric(eye, X.mT if tall else X, X if tall else X.mT, beta=-mu)
+        E = X @ X.mT
+        E.diagonal(dim1=-2, dim2=-1).sub_(mu)
         z, F = _polynomial(mu, E)
         if pair := n >= 2 * m and steps > 1 and not pair:
             z2, F2 = _polynomial(*_product(*_product(mu, E, z, F), z, F))
             z, F = _product(z, F, z2, F2)
-        X = torch.addmm(X, X, F, beta=z) if tall else torch.addmm(X, F, X, beta=z)
-        steps -= 2 if pair else 1
+        X, Y, mu = torch.baddbmm(X, F, X, beta=z, out=Y), X, 0.2
+        steps -= 1 + pair
     return X
 
 
 def _polynomial(mu: float, E: Tensor) -> tuple[float, Tensor]:
     """aI + bR + cR² of R = μI + E, as a multiple of I and a rest."""
     a, b, c = NS_COEFFICIENTS
-    return a + b * mu + c * mu**2, _symmetric(E, E, E, beta=b + 2 * c * mu, alpha=c)
+    return a + b * mu + c * mu**2, torch.baddbmm(E, E, E, beta=b + 2 * c * mu, alpha=c)
 
 
 def _product(x: float, A: Tensor, y: float, B: Tensor) -> tuple[float, Tensor]:
     """(xI + A)(yI + B) of matrices that commute, as a multiple of I and a rest; y is not 0."""
-    return x * y, _symmetric(torch.add(A, B, alpha=x / y), A, B, beta=y)
-
-
-def _symmetric(C: Tensor, A: Tensor, B: Tensor, beta: float, alpha: float = 1.0) -> Tensor:
-    """beta C + alpha A @ B, known to be symmetric (m, m): from 512 rows on the lower left quarter is copied, not computed."""
-    m = C.size(0)
-    if m < 512 or m % 2:
-        return torch.addmm(C, A, B, beta=beta, alpha=alpha)
-    h, out = m // 2, torch.empty_like(C)
-    torch.addmm(C[:h], A[:h], B, beta=beta, alpha=alpha, out=out[:h])
-    torch.addmm(C[h:, h:], A[h:], B[:, h:], beta=beta, alpha=alpha, out=out[h:, h:])
-    out[h:, :h] = out[:h, h:].mT
-    return out
+    return x * y, torch.add(A, B, alpha=x / y).baddbmm_(A, B, beta=y)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -222,19 +201,19 @@ LARGEST = 1e15  # gradients are clamped here, so that the squares and sums that 
 
 
 def _before(proxy, G, S, h, X):
-    """Gradient and state to the normalised proxy X (k, m, n), in Newton-Schulz's dtype. Returns which gradients are finite."""
+    """Gradient and state to the normalised proxy X, lying if it is tall, in Newton-Schulz's dtype. Returns which G are finite."""
     ok = torch.isfinite(G).flatten(-2).all(-1)[:, None, None]
-    proxied, new = proxy(_clean(G, ok), _wide(S), h)
+    proxied, new = proxy(_clean(G, ok), {name: s.to(_compute_dtype(s)) for name, s in S.items()}, h)
     _store(S, new, ok)
-    X.copy_(_normalise(proxied, h.ns_eps))
+    X.copy_(_wide(_normalise(proxied, h.ns_eps)))
     return ok
 
 
 def _after(after, W, O, G, S, h, noise, ok):
     """Line 14: W <- W (1 - ηλ) - η s O."""
-    O = O.to(_compute_dtype(W))
+    O = (O.mT if W.size(-2) > W.size(-1) else O).to(_compute_dtype(W))
     if after is not None:
-        O, new = after(O, _clean(G, ok), _wide(S), h)
+        O, new = after(O, _clean(G, ok), {name: s.to(_compute_dtype(s)) for name, s in S.items()}, h)
         _store(S, new, ok)
     scale = h.scale if h.scale is not None else 0.2 * math.sqrt(O.size(-2) * O.size(-1)) / _frobenius(O).clamp_min(1e-30)
     _write(W, W.to(O.dtype) * (1 - h.lr * h.weight_decay) - h.lr * scale * O, noise, ok)
@@ -242,23 +221,15 @@ def _after(after, W, O, G, S, h, noise, ok):
 
 def _adamw(W, G, S, lr, weight_decay, beta1, beta2, bias1, bias2, eps, noise, ok):
     """AdamW (Loshchilov & Hutter, 2019) for one tensor of any shape."""
-    G, old = _clean(G, ok), _wide(S)
+    G, old = _clean(G, ok), {name: s.to(_compute_dtype(s)) for name, s in S.items()}
     M = beta1 * old["exp_avg"] + (1 - beta1) * G
     V = beta2 * old["exp_avg_sq"] + (1 - beta2) * G**2
     _store(S, {"exp_avg": M, "exp_avg_sq": V}, ok)
     _write(W, W.to(M.dtype) * (1 - lr * weight_decay) - lr * (M / bias1) / ((V / bias2).sqrt() + eps), noise, ok)
 
 
-def _compute_dtype(t: Tensor) -> torch.dtype:
-    return torch.promote_types(t.dtype, torch.float32)
-
-
 def _clean(G, ok):
     return torch.where(ok, G, 0).to(_compute_dtype(G)).clamp(-LARGEST, LARGEST)
-
-
-def _wide(S):
-    return {name: s.to(_compute_dtype(s)) for name, s in S.items()}
 
 
 def _store(S, new, ok):
@@ -550,24 +521,34 @@ class Muon(_Sharded):
                               for name in VARIANTS[group["variant"]].state}}
 
     def _update(self, group, params):
-        """All own matrices of one shape as one batch on a GPU, where launches cost; as batches that fit the cache on a CPU."""
-        size = len(params) if params[0].device.type != "cpu" else max(1, CACHED // params[0].numel())
-        return [self._update_batch(group, params[i:i + size]) for i in range(0, len(params), size)]
+        """One step of this rank's matrices of `params`, of one shape. Returns which gradients are finite, each (k, 1, 1)."""
+        rule, finite = VARIANTS[group["variant"]], []
+        constants = self._hyper(group, params[0])
+        for batches in self._portions(params):
+            W = [_joined([self._own(p, p.detach()) for p in batch]) for batch in batches]
+            G = [_joined([self._own(p, p.grad) for p in batch]) for batch in batches]
+            S = [{name: self._joined_state(batch, name) for name in rule.state} for batch in batches]
+            h = [constants._replace(bias=self._bias(group, batch)) for batch in batches]
+            sizes = [len(w) for w in W]
+            X = W[0].new_empty(sum(sizes), *sorted(W[0].shape[-2:]), dtype=group["ns_dtype"])
+            ok = [_run(group["compile"], _before, rule.proxy, *args) for args in zip(G, S, h, X.split(sizes))]
+            O = _iterate(X, group["ns_steps"]).split(sizes)
+            for batch, w, *args, fine in zip(batches, W, O, G, S, h, ok):
+                _run(group["compile"], _after, rule.after, w, *args, _noise(group, w), fine)
+                if len(batch) > 1:
+                    own = [self._own(p, p.detach()) for p in batch]
+                    torch._foreach_copy_(own, w.split([len(part) for part in own]))
+            finite += ok
+        return finite
 
-    def _update_batch(self, group, params):
-        """One step of this rank's matrices of `params` as (k, m, n), in place. Returns which gradients are finite, (k, 1, 1)."""
-        rule = VARIANTS[group["variant"]]
-        own = [self._own(p, p.detach()) for p in params]
-        W, G = _joined(own), _joined([self._own(p, p.grad) for p in params])
-        S = {name: self._joined_state(params, name) for name in rule.state}
-        h = self._hyper(group, params)
-        X = torch.empty_like(W, dtype=group["ns_dtype"])
-        ok = _run(group["compile"], _before, rule.proxy, G, S, h, X)
-        O = _iterate(X, group["ns_steps"])
-        _run(group["compile"], _after, rule.after, W, O, G, S, h, _noise(group, W), ok)
-        if len(own) > 1:
-            torch._foreach_copy_(own, W.split([len(w) for w in own]))
-        return ok
+    @staticmethod
+    def _portions(params) -> list[list[list[Tensor]]]:
+        """What Newton-Schulz takes at once, and in it what the passes take at once: on a GPU everything, because launches cost;
+        on a CPU enough for all cores and for the cache, and single parameters, because copies cost."""
+        if params[0].device.type != "cpu":
+            return [[params]]
+        size = max(torch.get_num_threads(), 2**20 // params[0].numel())
+        return [[[p] for p in params[i:i + size]] for i in range(0, len(params), size)]
 
     def _joined_state(self, params, name):
         """This buffer of all `params` as one tensor, of which each state[p][name] is a view from the first step on."""
@@ -579,21 +560,20 @@ class Muon(_Sharded):
                 self.state[p][name] = part
         return whole
 
-    def _hyper(self, group, params):
-        p, (m, n) = params[0], params[0].shape[-2:]
+    def _hyper(self, group, p):
+        m, n = p.shape[-2:]
         scale = {"original": max(1, m / n) ** 0.5, "match_rms_adamw": 0.2 * max(m, n) ** 0.5, "frobenius": None}[group["adjust_lr_fn"]]
-        bias = [1 - group["momentum"] ** self.state[p]["step"] for p in params for _ in range(len(self._own(p, p)))]
         lr, weight_decay, beta, beta2, gamma = (_scalar(group[k], p) for k in ("lr", "weight_decay", "momentum", "beta2", "gamma"))
-        return Hyper(lr, weight_decay, beta, beta2, gamma,
-                     _scalar(bias[0], p) if len(set(bias)) == 1 else _scalar(bias, p).to(p.device)[:, None, None],
-                     None if scale is None else _scalar(scale, p), group["eps"], group["ns_eps"], group["nesterov"])
+        return Hyper(lr, weight_decay, beta, beta2, gamma, None, None if scale is None else _scalar(scale, p), group["eps"],
+                     group["ns_eps"], group["nesterov"])
+
+    def _bias(self, group, params):
+        bias = [1 - group["momentum"] ** self.state[p]["step"] for p in params for _ in range(len(self._own(p, p)))]
+        return _scalar(bias[0], params[0]) if len(set(bias)) == 1 else _scalar(bias, params[0]).to(params[0].device)[:, None, None]
 
 
 def _joined(tensors):
     return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
-
-
-CACHED = 2**20  # elements
 
 
 class AdamW(_Sharded):

@@ -1,0 +1,274 @@
+"""
+Times optimizers on the matrices of a model, all in one run, in turn, and prints one table.
+
+    python tools/bench_optim.py                                         # the matrices of gpt2-small
+    python tools/bench_optim.py --preset=demo --rounds=50
+    python tools/bench_optim.py --shapes=768x3072:12,3072x768:12 --optimizers=torch,muon,muon-vs
+    python tools/bench_optim.py --kj=PATH/muon.py --dion=PATH           # peers: clones of KellerJordan/Muon, microsoft/dion
+    torchrun --standalone --nproc_per_node=2 tools/bench_optim.py       # sharded: state per rank, communication included
+    python tools/bench_optim.py --overhead --preset=demo                # a whole update, as in the paper's overhead table
+
+ms: median of the rounds, of one step. ratio: median over the rounds of the time against torch.optim.Muon's (or the first's) in the same
+round, so that a noisy machine hurts both. rate: operations of the standard five Newton-Schulz steps per second of the whole step, in
+TFLOP/s and as a share of the rate of a bf16 product of the same shapes here and now; fewer operations give more than 100 %. state: bytes that the
+optimizer keeps on this rank. extra: the most memory that a step takes on top of parameters, gradients and state.
+"""
+import argparse
+import ctypes
+import importlib.util
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import optim  # noqa: E402
+
+MIB = 2**20
+
+
+class UserError(Exception):
+    """A mistake of the user: one line with what was found, what was expected and the command that mends it."""
+
+
+def load(path: str | Path):
+    """The module in this Python file."""
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"{path} is not there; give the path of a Python file")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent))
+    spec.loader.exec_module(module)
+    return module
+
+
+def script_of(preset: str) -> Path:
+    for script in ("train_gpt.py", "train_llama.py"):
+        if preset in load(ROOT / script).PRESETS and (preset != "demo" or script == "train_gpt.py"):
+            return ROOT / script
+    names = [name for script in ("train_gpt.py", "train_llama.py") for name in load(ROOT / script).PRESETS if "/" not in name]
+    raise UserError(f"there is no preset {preset}; expected one of {', '.join(dict.fromkeys(names))}")
+
+
+def shapes_of(preset: str) -> list[tuple[int, int]]:
+    """Shapes of the matrices inside the blocks of a preset's model."""
+    script = load(script_of(preset))
+    script.configure([f"--preset={preset}"])
+    vocab = script.vocab_size or 256
+    with torch.device("meta"):
+        model = script.Model(vocab)
+    return [tuple(p.shape) for name, p in model.named_parameters() if name.startswith("blocks.") and p.ndim == 2]
+
+
+def parse_shapes(text: str) -> list[tuple[int, int]]:
+    shapes = []
+    for word in text.split(","):
+        if not (match := re.fullmatch(r"(\d+)x(\d+)(?::(\d+))?", word)):
+            raise UserError(f"{word!r} is no shape; expected ROWSxCOLUMNS or ROWSxCOLUMNS:COUNT, such as 768x3072:12")
+        shapes += [(int(match[1]), int(match[2]))] * int(match[3] or 1)
+    return shapes
+
+
+def build(name: str, params: list, args):
+    """The optimizer called `name` over `params`, at hyperparameters that change no cost."""
+    how = dict(lr=1e-4, weight_decay=0.1)
+    if name == "torch":
+        return torch.optim.Muon(params, adjust_lr_fn="match_rms_adamw", **how)
+    if name == "torch-adamw":
+        return torch.optim.AdamW(params, fused=True, **how)
+    if name == "adamw":
+        return optim.AdamW(params, **how)
+    if name == "kj":
+        return load(args.kj).SingleDeviceMuon(params, momentum=0.95, **how)
+    if name == "dion":
+        sys.path.insert(0, args.dion)
+        from dion import Muon as DionMuon
+        return DionMuon(params, **how)
+    return optim.Muon(params, variant=name, adjust_lr_fn="match_rms_adamw", **how)
+
+
+def synchronise(device: str):
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def seconds(device: str, function) -> float:
+    synchronise(device)
+    start = time.perf_counter()
+    function()
+    synchronise(device)
+    return time.perf_counter() - start
+
+
+def standard_flops(shapes) -> int:
+    """Of five Newton-Schulz steps as they are written: X Xᵀ, A A and B X."""
+    return sum(5 * (4 * min(s) ** 2 * max(s) + 2 * min(s) ** 3) for s in shapes)
+
+
+def product_seconds(shapes, device: str):
+    """A function that computes the products of one standard step for every shape once, in bf16."""
+    work = []
+    for s in dict.fromkeys(tuple(sorted(s)) for s in shapes):
+        m, n = s
+        X = torch.randn(m, n, device=device, dtype=torch.bfloat16)
+        A = torch.randn(m, m, device=device, dtype=torch.bfloat16)
+        work += [(X, X.mT), (A, A), (A, X)]
+    return lambda: [a @ b for a, b in work], standard_flops(dict.fromkeys(tuple(sorted(s)) for s in shapes)) / 5
+
+
+def extra_memory(device: str, function) -> float:
+    """MiB that `function` takes at its peak on top of what there was; on a CPU Linux counts them."""
+    if device != "cpu":
+        synchronise(device)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        function()
+        synchronise(device)
+        return (torch.cuda.max_memory_allocated() - before) / MIB
+    try:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # or what it takes would already be there
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return float("nan")
+    read = lambda key: int(re.search(rf"{key}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024  # noqa: E731
+    before = read("VmRSS")
+    function()
+    return max(0, read("VmHWM") - before)
+
+
+def processor() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    cpuinfo = Path("/proc/cpuinfo")
+    match = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
+    return match[1] if match else platform.processor()
+
+
+def table(header: list[str], rows: list[list[str]], markdown: bool) -> str:
+    if markdown:
+        lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+        return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    widths = [max(len(line[i]) for line in [header, *rows]) for i in range(len(header))]
+    return "\n".join("  ".join(word.ljust(w) if i == 0 else word.rjust(w) for i, (word, w) in enumerate(zip(line, widths)))
+                     for line in [header, *rows])
+
+
+def bench(args) -> str:
+    """The table of optimizer steps."""
+    shapes = parse_shapes(args.shapes) if args.shapes else shapes_of(args.preset)
+    torch.manual_seed(0)
+    load(ROOT / "train_gpt.py").keep_memory()  # or glibc's page faults would be in every optimizer's time
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    grads = [torch.randn(s, device=device) for s in shapes]
+    start = [torch.randn(s, device=device) * 0.02 for s in shapes]
+    optimizers, states, extras = {}, {}, {}
+    for name in args.optimizers:
+        params = [w.clone().requires_grad_() for w in start]
+        for p, g in zip(params, grads):
+            p.grad = g
+        optimizers[name] = opt = build(name, params, args)
+        for _ in range(args.warmup):
+            opt.step()
+        states[name] = sum(t.numel() * t.element_size() for s in opt.state.values() for t in s.values() if isinstance(t, torch.Tensor)) / MIB
+        extras[name] = extra_memory(device, opt.step)
+        opt.step()
+    products, product_flops = product_seconds(shapes, device)
+    times, product_times = {name: [] for name in optimizers}, []
+    for _ in range(args.rounds):
+        product_times.append(seconds(device, products))
+        for name, opt in optimizers.items():
+            times[name].append(seconds(device, opt.step))
+    rate = product_flops / statistics.median(product_times)
+    base = "torch" if "torch" in times else args.optimizers[0]
+    rows = []
+    for name, t in times.items():
+        ratio = statistics.median(a / b for a, b in zip(t, times[base]))
+        mine = standard_flops(shapes) / statistics.median(t)
+        rows.append([NAMES.get(name, name), f"{1000 * statistics.median(t):.1f}", f"{ratio:.3f}"]
+                    + (["", ""] if "adamw" in name else [f"{mine / 1e12:.3f}", f"{100 * mine / rate:.0f} %"])
+                    + [f"{states[name]:.1f}", f"{extras[name]:.0f}"])
+    count = ", ".join(f"{shapes.count(s)} × {s[0]}×{s[1]}" for s in dict.fromkeys(shapes))
+    return (f"matrices: {count} ({sum(a * b for a, b in shapes) / 1e6:.1f} M parameters, fp32)\n"
+            f"bf16 products of these shapes: {rate / 1e12:.3f} TFLOP/s\n"
+            f"median of {args.rounds} rounds after {args.warmup} steps; ratio to {NAMES.get(base, base)}\n\n"
+            + table(["optimizer", "ms", "ratio", "TFLOP/s", "rate", "state MiB", "extra MiB"], rows, args.markdown))
+
+
+NAMES = {"torch": "torch.optim.Muon", "torch-adamw": "torch.optim.AdamW (fused)", "kj": "KellerJordan SingleDeviceMuon", "dion": "dion Muon"}
+
+
+def overhead(args) -> str:
+    """The paper's overhead table: a whole update of the training script, updates 10 to 10 + --updates."""
+    script, last, figures = ROOT / args.script if args.script else script_of(args.preset), 10 + args.updates, {}
+    base = "muon" if "muon" in args.optimizers else args.optimizers[0]
+    for name in args.optimizers:
+        run = f"overhead-{args.preset}-{name}"
+        flags = dict(preset=args.preset, optimizer=name, max_iters=last, log_interval=10, eval_interval=last, checkpoint_interval=last,
+                     keep_checkpoints=1, sample_tokens=0, run_name=run, log_dir=f"{args.out}/logs", checkpoint_dir=f"{args.out}/checkpoints")
+        done = subprocess.run([sys.executable, str(script), *(f"--{k}={v}" for k, v in flags.items()), *args.rest], capture_output=True, text=True)
+        if done.returncode:
+            raise UserError(f"{script.name} ended with status {done.returncode}: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
+        log = Path(f"{args.out}/logs/{run}.txt").read_text()
+        start, end = (float(re.search(rf"^step:{step}/{last} .*?train_time:([\d.]+)s", log, re.M)[1]) for step in (10, last))
+        last_line = re.findall(r"^final .*$", log, re.M)[-1]
+        get = lambda key: float(re.search(rf"{key}:([\d.]+)", last_line)[1])  # noqa: E731
+        tokens = float(re.search(r"^tokens_per_update: (\d+)", log, re.M)[1])
+        figures[name] = (tokens * args.updates / (end - start), 1000 * (end - start) / args.updates, get("peak_memory_mib"), get("optimizer_state_mib"))
+    rows = [[name, *(f"{value:{form}} ({100 * (value / ref - 1):+.1f} %)" for value, ref, form in zip(f, figures[base], (",.0f", ".1f", ",.0f", ",.1f")))]
+            for name, f in figures.items()]
+    return (f"preset {args.preset} of {script.name} {' '.join(args.rest)}: updates 10 to {last}; in brackets the difference to {base}\n\n"
+            + table(["optimizer", "tokens/s", "ms per update", "peak MiB", "state MiB"], rows, args.markdown))
+
+
+def main(argv: list[str]) -> str:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="gpt2-small", help="of train_gpt.py or train_llama.py: its matrices")
+    parser.add_argument("--shapes", default="", help="instead of a preset: ROWSxCOLUMNS:COUNT,...")
+    parser.add_argument("--optimizers", type=lambda s: s.split(","), default=None, help="torch, torch-adamw, adamw, kj, dion, and variants")
+    parser.add_argument("--kj", default="", help="muon.py of a clone of KellerJordan/Muon")
+    parser.add_argument("--dion", default="", help="a clone of microsoft/dion")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--warmup", type=int, default=2, help="steps before the first round")
+    parser.add_argument("--device", default="")
+    parser.add_argument("--markdown", action="store_true")
+    parser.add_argument("--overhead", action="store_true", help="time whole updates of the training script")
+    parser.add_argument("--updates", type=int, default=200, help="of --overhead, after the first 10")
+    parser.add_argument("--script", default="", help="of --overhead, where both scripts have the preset")
+    parser.add_argument("--out", default="bench", help="folder for what the runs of --overhead leave")
+    args, args.rest = parser.parse_known_args(argv)
+    if args.rest and not args.overhead:
+        raise UserError(f"{args.rest[0]} is no option here; --overhead passes what it does not know to the training script")
+    if args.optimizers is None:
+        args.optimizers = ["muon", "muon-nsr", "muon-vs"] if args.overhead else (
+            ["torch"] + ["kj"] * bool(args.kj) + ["dion"] * bool(args.dion) + ["muon", "muon-nsr", "muon-vs"])
+    known = [*NAMES, "adamw", *optim.VARIANTS]
+    for name in args.optimizers:
+        if name not in known:
+            raise UserError(f"there is no optimizer {name}; expected one of {', '.join(known)}")
+        if name in ("kj", "dion") and not getattr(args, name):
+            raise UserError(f"--optimizers={name} needs --{name}=PATH of a clone")
+    if "RANK" in os.environ and not args.overhead:
+        torch.set_num_threads(max(1, os.cpu_count() // int(os.environ["LOCAL_WORLD_SIZE"])))
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    head = f"{processor()}, {torch.get_num_threads()} threads a rank, {optim._world()} ranks; torch {torch.__version__}, Python {platform.python_version()}\n"
+    return head + (overhead(args) if args.overhead else bench(args))
+
+
+if __name__ == "__main__":
+    try:
+        text = main(sys.argv[1:])
+    except UserError as error:
+        sys.exit(f"bench_optim.py: error: {error}")
+    if optim._rank() == 0:
+        print(text)
+    if dist.is_initialized():
+        dist.destroy_process_group()
