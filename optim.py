@@ -202,7 +202,7 @@ LARGEST = 1e15  # gradients are clamped here, so that the squares and sums that 
 
 def _before(proxy, G, S, h, X):
     """Gradient and state to the normalised proxy X, lying if it is tall, in Newton-Schulz's dtype. Returns which G are finite."""
-    ok = torch.isfinite(G).flatten(-2).all(-1)[:, None, None]
+    ok = torch.isfinite(G.abs().amax((-2, -1), keepdim=True))
     proxied, new = proxy(_clean(G, ok), {name: s.to(_compute_dtype(s)) for name, s in S.items()}, h)
     _store(S, new, ok)
     X.copy_(_wide(_normalise(proxied, h.ns_eps)))
