@@ -107,9 +107,9 @@ class Tokenizer(NamedTuple):
     name: str
     vocab_size: int
     eot: int
-    encode: Callable  # (text, does it start a document?) -> array of ids
-    decode: Callable  # list of ids -> text
-    lengths: Callable  # () -> array: bytes of text behind each id
+    encode: Callable = None  # (text, does it start a document?) -> array of ids
+    decode: Callable = None  # list of ids -> text
+    lengths: Callable = None  # () -> array: bytes of text behind each id
 
 
 @functools.cache
@@ -147,7 +147,7 @@ def load_tokenizer(name, file=None):
         # The model puts a space before any text. A newline merges with nothing, so text that does not start a document
         # goes in behind one, and the ids of that space and that newline are dropped.
         return np.array(llama2.encode(text) if start else llama2.encode("\n" + text)[2:], dtype=np.uint16)
-    return Tokenizer("llama2", 32000, 2, encode, llama2.decode, None)
+    return Tokenizer("llama2", 32000, 2, encode, llama2.decode)
 
 
 # A long text is tokenized in pieces, cut only where no token reaches across: before a space or a newline that follows
@@ -283,8 +283,8 @@ def open_parquet(path):
         file = pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20)
     names = file.schema_arrow.names
     if "text" not in names or str(file.schema_arrow.field("text").type) not in ("string", "large_string"):
-        raise UserError(f"{path} has no column text of strings, its columns are {', '.join(names)}", "one",
-                        "pyarrow.Table.rename_columns renames yours")
+        raise UserError(f"{path} has no column text of strings, its columns are {', '.join(names)}",
+                        "a column text of strings", "pyarrow.Table.rename_columns renames yours")
     return file
 
 
@@ -396,7 +396,8 @@ def json_text(line, where):
         raise UserError(f"{where} is not JSON in UTF-8 ({e})", "an object with a field text", "delete it") from None
     if not isinstance(record, dict) or not isinstance(record.get("text"), str):
         fields = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-        raise UserError(f"{where} has no string text, its fields are {fields}", "one", "jq -c '{text: .FIELD}'")
+        raise UserError(f"{where} has no string text, its fields are {fields}", "a string text",
+                        "jq -c '{text: .FIELD}' FILE >NEW.jsonl renames yours")
     try:
         record["text"].encode()
         return record["text"]
@@ -424,11 +425,9 @@ def ready_blocks(unit, tokenizer):
 
 def encode_unit(unit, part, tokenizer):
     """
-    Write the unit's tokens to part.train and part.val and then, as the sign that these are whole, part.npy: for each
-    document a row (does it validate?, does it end here?, tokens, bytes of text).
+    Write the unit's tokens to part.train and part.val; -> a table with a row for each document: does it validate?, does
+    it end here?, tokens, bytes of text.
     """
-    if os.path.exists(f"{part}.npy"):
-        return  # an earlier run got this far
     tokenizer = load_tokenizer(*tokenizer)
     table, eot = [], np.array([tokenizer.eot], dtype="<u2")
     with open(f"{part}.train", "wb", 1 << 20) as train, open(f"{part}.val", "wb", 1 << 20) as val:
@@ -448,11 +447,7 @@ def encode_unit(unit, part, tokenizer):
                     files[validates].write(eot)
                 size = len(text) if text.isascii() else len(text.encode())
                 table.append((validates, ends, tokens + ends, size))
-        for f in files:
-            f.flush()
-            os.fsync(f.fileno())
-    with atomic(f"{part}.npy") as f:
-        np.save(f, np.array(table, dtype=np.int64).reshape(-1, 4))
+    return np.array(table, dtype=np.int64).reshape(-1, 4)
 
 
 def start_worker():
@@ -461,16 +456,22 @@ def start_worker():
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()  # none outlives a kill -9 of it
 
 
+def vocabulary(*tokenizer):
+    """What a worker that has loaded the tokenizer can tell of it."""
+    return load_tokenizer(*tokenizer)[:3]
+
+
 @contextlib.contextmanager
-def encoders(workers):
-    """-> submit(unit, part, tokenizer) -> wait(). A single worker is this process."""
+def encoders(workers, tokenizer):
+    """-> (submit(unit, part) -> wait() -> table, the Tokenizer without functions). A single worker is this process."""
     if workers == 1:
-        yield lambda *job: functools.partial(encode_unit, *job)
+        yield lambda *job: functools.partial(encode_unit, *job, tokenizer), Tokenizer(*vocabulary(*tokenizer))
         return
     others = multiprocessing.active_children()
     executor = concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), start_worker)
     try:
-        yield lambda *job: executor.submit(encode_unit, *job).result
+        loaded = [executor.submit(vocabulary, *tokenizer) for _ in range(workers)]  # so that all of them start
+        yield lambda *job: executor.submit(encode_unit, *job, tokenizer).result, Tokenizer(*loaded[0].result())
     except concurrent.futures.process.BrokenProcessPool:
         raise UserError("a worker process was killed, most likely for want of memory", "0.5 GiB for each",
                         "the same command with --workers 1 goes on from here") from None
@@ -482,8 +483,8 @@ def encoders(workers):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Building a dataset. Until it is complete NAME.partial/ holds its shards, parts/ (encoded units that wait for their
-# turn) and state.json: where the next unit begins and how many tokens each split has. Whatever was written after the
-# last state.json is cut off when the run is resumed.
+# turn, mostly in the system's memory: nothing syncs them) and state.json: where the next unit begins and how many
+# tokens each split has. Whatever was written after the last state.json is cut off when the run is resumed.
 
 def build(args, source, found, tokenizer, inputs, splits, limit=None, fetch=None, downloads={}):
     """
@@ -493,39 +494,38 @@ def build(args, source, found, tokenizer, inputs, splits, limit=None, fetch=None
     {folder: bytes}.
     """
     final, folder = Path(args.data_dir, args.name), Path(args.data_dir, f"{args.name}.partial")
-    codec, size = load_tokenizer(*tokenizer), sum(item["size"] for item in inputs)
-    need = 2 * limit[1] if limit else size * (2 if codec.name == "bytes" else 0.5)  # at least
+    size = sum(item["size"] for item in inputs)
+    need = 2 * limit[1] if limit else size * (2 if tokenizer[0] == "bytes" else 0.5)  # at least
     check_disk((args.data_dir, need - sum(shard.stat().st_size for shard in folder.glob("*.bin"))), *downloads.items())
-    (folder / "parts").mkdir(parents=True, exist_ok=True)
-    with locked(folder):
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    workers = args.workers or min(cores, 1 + size // UNIT)
+    with encoders(workers, tokenizer) as (submit, codec), locked(folder):
         seen = list(itertools.accumulate(inputs, lambda before, item: digest([before, item]), initial=""))
-        state = resume(folder, source, found, seen)
-        began, fresh, queue = time.monotonic(), state["at"] == [0, 0, 0], collections.deque()
+        state = resume(folder, source, tokenizer[0], found, seen)
+        began, fresh = time.monotonic(), state["at"] == [0, 0, 0]
+        queue, numbers = collections.deque(), itertools.count()
         jobs = plan(inputs, state["at"], fetch or (lambda i: inputs[i].get("path", "")))
-        workers = args.workers or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
         counted = state["splits"][limit[0]] if limit else {"tokens": 0}
         full = bool(limit) and counted["tokens"] >= limit[1]
         bar = tqdm(desc=args.name, total=limit[1] if limit else size, unit="tok" if limit else "B", unit_scale=True,
                    initial=counted["tokens"] or sum(item["size"] for item in inputs[:state["at"][0]]),
                    delay=0.5, mininterval=0.1 if sys.stderr.isatty() else 1)
         try:
-            with encoders(workers) as submit:
-                while not full:
-                    while len(queue) < (2 * workers if workers > 1 else 1) and (job := next(jobs, None)):
-                        at, unit = job
-                        part = folder / "parts" / digest([unit, tokenizer])
-                        queue.append((at, part, unit["size"], submit(unit, part, tokenizer)))
-                    if not queue:
-                        break
-                    at, part, unit_size, wait = queue.popleft()
-                    wait()
-                    before = counted["tokens"]
-                    full = take(folder, part, state, limit, codec)
-                    state.update(at=at, seen=seen[at[0] + (at[1] > 0)])
-                    write_json(folder / "state.json", state)
-                    for suffix in (".npy", ".train", ".val"):
-                        part.with_suffix(suffix).unlink()
-                    bar.update(counted["tokens"] - before if limit else unit_size)
+            while not full:
+                while len(queue) < (2 * workers if workers > 1 else 1) and (job := next(jobs, None)):
+                    at, unit = job
+                    part = folder / "parts" / f"{os.getpid()}_{next(numbers)}"  # not of a worker that is about to die
+                    queue.append((at, part, unit["size"], submit(unit, part)))
+                if not queue:
+                    break
+                at, part, unit_size, wait = queue.popleft()
+                table, before = wait(), counted["tokens"]
+                full = take(folder, part, table, state, limit, codec)
+                state.update(at=at, seen=seen[at[0] + (at[1] > 0)])
+                write_json(folder / "state.json", state)
+                for split in SPLITS:
+                    part.with_suffix(f".{split}").unlink()
+                bar.update(counted["tokens"] - before if limit else unit_size)
             manifest = finish(folder, args.name, state, codec, splits)
         except Exception as e:
             bar.leave = False
@@ -555,18 +555,22 @@ def plan(inputs, at, fetch):
         skip, rows = 0, rows + n
 
 
-def resume(folder, source, found, seen):
+def resume(folder, source, tokenizer, found, seen):
     """
     -> the state of the unfinished run in `folder`, with its shards cut back to that, or a new state.
     seen: digests of the first 0, 1, 2, ... inputs.
     """
-    state = {"source": source, "found": found, "at": [0, 0, 0], "seen": seen[0], "shards": [],
+    shutil.rmtree(folder / "parts", ignore_errors=True)
+    (folder / "parts").mkdir()
+    state = {"source": source, "tokenizer": tokenizer, "found": found, "at": [0, 0, 0], "seen": seen[0], "shards": [],
              "splits": {split: {"tokens": 0, "documents": 0, "bytes": 0} for split in SPLITS}}
     if (folder / "state.json").exists():
         state = {**read_json(folder / "state.json"), "found": found}
-        if digest(state["source"]) != digest(source) or state["seen"] not in seen:
-            raise UserError(f"{folder} holds an unfinished run of {json.dumps(state['source'])}, or its files changed",
-                            "the same source and files", f"choose another --name, or rm -r {quote(str(folder))}")
+        had = {**state["source"], "tokenizer": state["tokenizer"]}
+        if digest(had) != digest({**source, "tokenizer": tokenizer}) or state["seen"] not in seen:
+            raise UserError(f"{folder} holds an unfinished run of {json.dumps(had)}, or its files changed",
+                            "the same source, tokenizer and files",
+                            f"choose another --name, or rm -r {quote(str(folder))}")
     for split in SPLITS:
         whole, rest = divmod(state["splits"][split]["tokens"], SHARD_TOKENS)
         last = shard_path(folder, split, whole)
@@ -578,9 +582,9 @@ def resume(folder, source, found, seen):
     return state
 
 
-def take(folder, part, state, limit, codec):
+def take(folder, part, table, state, limit, codec):
     """Move an encoded unit to the end of the shards; -> is the limit reached?"""
-    table, full = np.load(f"{part}.npy"), False
+    full = False
     for flag, split in enumerate(SPLITS):
         rows, total = table[table[:, 0] == flag], state["splits"][split]
         if limit and limit[0] == split:
@@ -601,10 +605,11 @@ def append(folder, split, at, part, count):
     with open(part, "rb") as source:
         while count:
             index, offset = divmod(at, SHARD_TOKENS)
-            n = min(count, SHARD_TOKENS - offset, 1 << 23)
+            n = min(count, SHARD_TOKENS - offset)
             with open(shard_path(folder, split, index), "r+b" if offset else "wb") as f:
                 f.seek(HEADER + 2 * offset)
-                f.write(source.read(2 * n))
+                for left in range(2 * n, 0, -(1 << 18)):
+                    f.write(source.read(min(left, 1 << 18)))
                 f.flush()
                 os.fsync(f.fileno())
             at, count = at + n, count - n
@@ -678,6 +683,7 @@ def digest(thing):
 def locked(folder):
     """Two runs never write to one folder; the system drops the lock when a process ends, however it ends."""
     import fcntl
+    os.makedirs(folder, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -766,7 +772,6 @@ def prepare_hub(args):
     source = {"kind": "hub", "repo": repo, "revision": revision, "files": pattern, "val": val, "limit": args.tokens}
     if manifest := existing(args, source, tokenizer[0]):
         return manifest
-    load_tokenizer(*tokenizer)
     unfinished = Path(args.data_dir, f"{args.name}.partial", "state.json")
     if unfinished.exists() and digest(read_json(unfinished)["source"]) == digest(source):
         commit = read_json(unfinished)["found"]["commit"]  # a branch may have moved on
@@ -848,8 +853,11 @@ def prepare_import(args):
     if not path.exists():
         raise UserError(f"{path} does not exist", "train.bin, or a folder of shards", f"ls {quote(str(path.parent))}")
     folder = path if path.is_dir() else path.parent
-    alone = path.is_file() and path.name not in ("train.bin", "val.bin")  # those two belong together
-    shards = sorted([path] if alone else folder.glob("*.bin"), key=lambda shard: ("val" not in shard.name, shard.name))
+    pair = [folder / name for name in ("val.bin", "train.bin") if (folder / name).exists()]  # nanoGPT's belong together
+    if path in pair or path == folder and pair:
+        shards = pair
+    else:
+        shards = sorted([path] if path != folder else folder.glob("*.bin"), key=lambda p: ("val" not in p.name, p.name))
     if (folder / "meta.pkl").exists() or not shards:
         found = "a meta.pkl, so its ids are those of a character-level vocabulary" if shards else "no .bin file"
         raise UserError(f"{folder} holds {found}", "ids of gpt2", "python prepare.py text --input PATH --name NAME")
@@ -986,6 +994,12 @@ def val_fraction(text):
     raise argparse.ArgumentTypeError(f"{text} is no number from 0 to less than 1")
 
 
+def worker_count(text):
+    if re.fullmatch(r"0*[1-9]\d{0,2}", text):
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text} is no number from 1 to 999")
+
+
 class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise UserError(message, "what the help says", f"python {self.prog} --help")
@@ -1011,13 +1025,14 @@ def parse(argv):
         else:
             default = None if name in ("text", "import") else name
             add("--name", required=name == "text", default=default, help="of the dataset to make")
-            add("--workers", type=int, choices=range(1, 1025), metavar="N", help="processes (one a core)")
+            add("--workers", type=worker_count, metavar="N", help="processes (one a core)")
         if name in SOURCES:
             add("--tokens", type=token_count, help="stop at the end of the document that reaches so many: 10B, 500M")
             add("--revision", help=f"of {SOURCES[name]['repo']} ({SOURCES[name]['revision'][:12]})")
         if name in SOURCES or name in ("text", "import"):
             add("--tokenizer", choices=("bytes", "gpt2") if name == "import" else ("bytes", "gpt2", "llama2"))
-        add("--tokenizer_file", metavar="PATH", help="llama2's tokenizer.model (else it comes from the Hub)")
+        if name not in ("pysrc", "import", "verify"):
+            add("--tokenizer_file", metavar="PATH", help="llama2's tokenizer.model (else it comes from the Hub)")
         add("--data_dir", default="data", help="where all datasets are (data)")
     args, unknown = parser.parse_known_args(argv)
     if unknown:

@@ -454,6 +454,15 @@ def test_files_may_change_until_they_are_read(monkeypatch):
     assert contents("data/mine") == resumed
 
 
+@needs_gpt2
+def test_an_unfinished_run_keeps_its_tokenizer(monkeypatch):
+    many_files(2)
+    monkeypatch.setattr(prepare, "finish", lambda *args: exec("raise KeyboardInterrupt"))
+    with pytest.raises(KeyboardInterrupt):
+        text("in")
+    refused('"tokenizer": "bytes"', "rm -r", *TEXT, "--tokenizer", "gpt2", left=["mine.partial"])
+
+
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="no /proc to find processes in")
 def test_no_worker_outlives_a_kill():
     many_files(40)
@@ -608,6 +617,7 @@ def test_import_of_nanogpt_and_modded_nanogpt(monkeypatch):
     made = {split: rng.integers(0, 256, n).astype("<u2") for split, n in (("train", 50_000), ("val", 3000))}
     for ids in made.values():
         ids[rng.integers(0, len(ids), 20)] = 256
+    write("nano/other.bin", b"not of these two")
     for split, ids in made.items():
         write(f"nano/{split}.bin", ids.tobytes())
         write(f"modded/fineweb_{split}_000001.bin", shard_of_others(ids))
@@ -629,6 +639,9 @@ def test_import_refuses():
     refused("holds the id 299", "--tokenizer", "import", "a/train.bin", "--tokenizer", "bytes", "--workers", "1")
     write("a/meta.pkl", b"")
     refused("character-level", "prepare.py text", "import", "a/train.bin", "--tokenizer", "bytes")
+    write("e/train.bin", np.arange(65_530, 65_540, dtype="<u4").tobytes())
+    refused("holds the id 65535", "ids over 65,535 do not fit", "import", "e/train.bin", "--tokenizer", "bytes",
+            "--workers", "1")
     write("b/train.bin", b"123")
     refused("3 bytes", "copy it again", "import", "b/train.bin", "--tokenizer", "bytes", "--workers", "1")
     write("c/x_train_000001.bin", shard_of_others(np.arange(50))[:1024])
@@ -648,6 +661,8 @@ def test_import_refuses():
     ("text knows no --nam", "did you mean --name?", ["text", "--input", "in", "--nam", "x", "--name", "y"]),
     ("--input", "--help", ["text", "--name", "mine"]),
     ("--name", "--help", ["text", "--input", "in"]),
+    ("0 is no number from 1 to 999", "--help", ["fineweb", "--workers", "0"]),
+    ("pysrc knows no --tokenizer;", "--help", ["pysrc", "--tokenizer", "gpt2"]),
     ("10Q", "--help", ["fineweb", "--tokens", "10Q"]),
     ("1.5 is no number", "--help", ["text", "--input", "in", "--name", "mine", "--val_fraction", "1.5"]),
     ("invalid choice: 'gpt3'", "--help", ["text", "--input", "in", "--name", "mine", "--tokenizer", "gpt3"]),
@@ -709,12 +724,16 @@ def test_no_permission_to_write():
     assert out.returncode == 1 and "Permission denied" in out.stderr and len(out.stderr.splitlines()) == 1
 
 
+def die(*job):
+    os._exit(3)
+
+
 def test_a_worker_that_dies_is_named(monkeypatch):
-    write("in/a.txt", "word " * 10)
-    monkeypatch.setattr(prepare, "encode_unit", os._exit)
+    monkeypatch.setattr(prepare, "encode_unit", die)
     monkeypatch.setattr(prepare, "start_worker", None)
-    with pytest.raises(prepare.UserError, match="worker process was killed"), prepare.encoders(2) as submit:
-        submit(3)()
+    with pytest.raises(prepare.UserError, match="worker process was killed"):
+        with prepare.encoders(2, ("bytes", None)) as (submit, _):
+            submit({}, "part")()
 
 
 def test_gpt2_vocabulary_out_of_reach(tmp_path):

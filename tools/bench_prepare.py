@@ -1,18 +1,26 @@
 """
-The rate of prepare.py with gpt2 against one thread of bare tiktoken.encode_ordinary on the same text.
+What the data cost: prepare.py against a bare tokenizer, and the loader of the train scripts against a training step.
 
-    python tools/bench_prepare.py                     # 300 MB, a worker a core: 2 minutes on 2 cores
+    python tools/bench_prepare.py                     # 1 GB, twice, a worker a core: 4 minutes on 2 cores
     python tools/bench_prepare.py --mb 100 --repeat 1
+    python tools/bench_prepare.py --loader            # 20 s
 
-The text is the source of Python's standard library, over and over, as the documents of a parquet file. Each run times
-both, one after the other: the bare loop with all text in memory, and prepare.py as a command, from its start to the
-manifest. On a machine that does other work the rates per CPU second say more. Needs the gpt2 vocabulary
-(TIKTOKEN_CACHE_DIR). The last line has the medians:
+The first is the rate with gpt2 against one thread of bare tiktoken.encode_ordinary on the same text: the source of
+Python's standard library, over and over, as the documents of a parquet file. Each run times both, one after the other:
+the bare loop with all text in memory, and prepare.py as a command, from its start to the manifest. On a machine that
+does other work the rates per CPU second say more. Needs the gpt2 vocabulary (TIKTOKEN_CACHE_DIR). The last line:
 
-    prepare.py with 2 workers: 25.3 MB/s, 1.95 x the 13.0 MB/s of one bare thread
+    prepare.py with 2 workers: 25.3 MB/s, 1.90 x the 13.3 MB/s of one bare thread
+
+--loader times the reading of an update's whole batch, shuffled, from a file that the system caches. For the demo that
+is with the inputs and targets of a CPU's training step, as a share of such a step (the step_avg of --log, which should
+be of this machine). For the other presets, where a GPU makes those and one process reads a batch while the update
+before it runs, it is a share of the time an update takes one H200 at 40 % of its 989 TFLOPS: reckoned, not measured.
 """
 import argparse
+import importlib.util
 import os
+import re
 import resource
 import statistics
 import subprocess
@@ -22,23 +30,26 @@ import tempfile
 import time
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
-def main():
+
+def machine():
+    cpu = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())[1]
+    return f"{len(os.sched_getaffinity(0))} cores of an {cpu}, Python {sys.version.split()[0]}"
+
+
+def prepare(args):
     import pyarrow
     import pyarrow.parquet
     import tiktoken
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mb", type=int, default=300, help="of text")
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--workers", type=int, default=os.cpu_count())
-    args = parser.parse_args()
+    print(f"{machine()}, tiktoken {tiktoken.__version__}; {args.mb} MB of text, gpt2")
     library = [path.read_bytes().decode(errors="replace")
                for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[a-z]*/*.py"))]
     texts, size = [], 0
     while size < args.mb * 1e6:
         texts.append(library[len(texts) % len(library)])
         size += len(texts[-1].encode())
-    script = Path(__file__).resolve().parent.parent / "prepare.py"
     encode, mb, runs = tiktoken.get_encoding("gpt2").encode_ordinary, size / 1e6, []
     for i in range(args.repeat):
         began, cpu_began = time.perf_counter(), time.process_time()
@@ -48,8 +59,8 @@ def main():
         with tempfile.TemporaryDirectory() as folder:
             corpus = Path(folder, "corpus.parquet")
             pyarrow.parquet.write_table(pyarrow.table({"text": texts}), corpus, row_group_size=200)
-            command = [sys.executable, script, "text", "--input", corpus, "--name", "bench", "--tokenizer", "gpt2",
-                       "--data_dir", folder, "--workers", str(args.workers)]
+            command = [sys.executable, ROOT / "prepare.py", "text", "--input", corpus, "--name", "bench", "--tokenizer",
+                       "gpt2", "--data_dir", folder, "--workers", str(args.workers)]
             before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             prepared, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -60,6 +71,53 @@ def main():
     base, rate = (statistics.median(run[i] for run in runs) for i in (0, 1))
     print(f"prepare.py with {args.workers} workers: {rate:.1f} MB/s, {rate / base:.2f} x the {base:.1f} MB/s of one "
           "bare thread")
+
+
+def loader(args):
+    import numpy as np
+    import torch
+    step_avg = float(re.findall(r"step_avg:([\d.]+)ms", args.log.read_text(errors="replace"))[-1])
+    print(f"{machine()}, torch {torch.__version__}; training step of {args.log.name}: {step_avg:.1f} ms")
+    with tempfile.TemporaryDirectory() as folder:
+        n, header = 50_000_000, np.zeros(256, "<i4")
+        header[:7] = 20240520, 1, n, 257, 256, 0, 1
+        shard = Path(folder, "made/made_train_000001.bin")
+        shard.parent.mkdir()
+        shard.write_bytes(header.tobytes() + np.random.default_rng(0).integers(0, 257, n, dtype="<u2").tobytes())
+        for script in ("train_gpt", "train_llama"):
+            spec = importlib.util.spec_from_file_location(script, ROOT / f"{script}.py")
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            for preset in (name for name in module.PRESETS if "/" not in name):
+                module.configure([f"--preset={preset}", "--dataset=made", f"--data_dir={folder}",
+                                  "--check_shards=false"])
+                rows, shards = module.micro_batch_size or module.batch_size, module.Shards("made", "train")
+                times, updates = [], -(-40_000_000 // (module.batch_size * module.block_size))
+                for step in range(min(2000, updates)):
+                    began = time.perf_counter()
+                    for first in range(0, module.batch_size, rows):
+                        tokens = shards.batch(step, range(first, first + rows))
+                        if preset == "demo":
+                            module.to_device(tokens, torch.device("cpu"))
+                    times.append(time.perf_counter() - began)
+                read, update = 1000 * statistics.median(times), step_avg
+                if preset != "demo":
+                    with torch.device("meta"):
+                        flops = module.flops_per_token(module.Model(257 if "_a" in preset else 50304))
+                    update = flops * module.batch_size * module.block_size / (0.4 * 989e9)
+                print(f"{script}.py {preset:13} {module.batch_size:4} x {module.block_size:4} tokens: {read:7.2f} ms, "
+                      f"{100 * read / update:.3f} % of {update:.0f} ms", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mb", type=int, default=1000, help="of text")
+    parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--loader", action="store_true", help="time the loader instead")
+    parser.add_argument("--log", type=Path, default=ROOT / "records/demo/gpt-demo-muon-vs-seed1.txt")
+    args = parser.parse_args()
+    (loader if args.loader else prepare)(args)
 
 
 if __name__ == "__main__":
