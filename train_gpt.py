@@ -12,6 +12,7 @@ Every hyperparameter is a global below; --name=value overrides it. --help lists 
 Shapes: B sequences of a micro-batch, T tokens, D model width, H heads, K head width, V vocabulary.
 """
 import contextlib
+import ctypes
 import difflib
 import errno
 import hashlib
@@ -28,6 +29,7 @@ import threading
 import time
 import warnings
 import zlib
+from collections import Counter
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -95,6 +97,8 @@ eval_interval = 100           # updates between validations
 checkpoint_interval = 500     # updates between checkpoints; the last update is always saved
 keep_checkpoints = 2          # newest ones kept, besides the best by validation loss
 sample_tokens = 300           # generated at the end; 0 = none
+wandb = ""                    # project that the figures of log lines are sent to; "" = off; WANDB_MODE=offline needs no account
+tensorboard = ""              # true: event files in log_dir/tensorboard/RUN; FOLDER: in FOLDER/RUN; "" = off
 # system
 seed = 1                      # initialisation, order of the training data, rounding
 data_seed = 0                 # order of the training data alone; 0 = seed
@@ -104,6 +108,7 @@ param_dtype = "float32"       # bfloat16: parameters and optimizer state are kep
 stochastic_rounding = False   # of bf16 parameters
 compile = True                # torch.compile; falls back to eager with a warning
 threads = 0                   # CPU threads of a rank; 0 = cores / ranks on this machine
+profile = False               # write a torch profiler trace of a few updates to log_dir/RUN.trace.json
 timeout_minutes = 10.0        # a rank that is silent for longer ends the run
 max_skipped = 10              # updates in a row left out for a non-finite gradient before the run stops
 
@@ -371,6 +376,12 @@ class Attention(nn.Module):
         return self.proj(y_BHTK.transpose(1, 2).reshape(B, T, D))
 
 
+def gelu(x: Tensor) -> Tensor:
+    """The tanh form of GELU, 0.5x (1 + tanh z) with z = √(2/π) (x + 0.044715x³), as xσ(2z), which takes fewer operations."""
+    z = x.float() * (0.7978845608 + 0.0356774081 * x.float().square())
+    return (x.float() * torch.sigmoid(2 * z)).type_as(x)
+
+
 class MLP(nn.Module):
     def __init__(self):
         super().__init__()
@@ -378,7 +389,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(4 * n_embd, n_embd, bias=False)
 
     def forward(self, x_BTD):
-        return self.down(F.gelu(self.up(x_BTD), approximate="tanh"))
+        return self.down(gelu(self.up(x_BTD)))
 
 
 class Block(nn.Module):
@@ -589,11 +600,18 @@ def memory_estimate(model: nn.Module, world: int) -> dict[str, float]:
         for p in group.values():
             state += sum(p.size(0) if name == "row_moment" else p.numel() for name in buffers) / (1 if kind == "vectors" else world)
     tokens, act = micro_batch_size * block_size, 2 if dtype != "float32" else 4
-    ffn = max(p.size(0) for p in model.blocks.parameters() if p.ndim == 2)
-    block = tokens * (n_embd * (9 * act + 8) + ffn * 3 * act)  # norms, q k v y, residuals in fp32; the feed-forward's inner ones
+    inner = sum(max(p.shape) for p in model.blocks[0].mlp.parameters())
+    block = tokens * (n_embd * (7 * act + 4) + inner * act)  # both norms, q k v y, attention's output; the residual in fp32
+    if block_size <= 512 and (device == "cpu" or not torch.cuda.is_available()):
+        block += tokens * n_head * block_size * act          # the attention weights, see attend
     kept = tokens * n_embd * 4 * n_layer + block if activation_checkpointing else block * n_layer
+    kept += tokens * (n_embd * (act + 4) + model.embed.weight.size(0) * (2 * act if compile else act + 8))  # the loss: logits, gradient
+    kept += act * sum(p.numel() for p in model.parameters() if p.ndim > 1) if act < width else 0  # autocast's copies of the weights
+    same_shape = Counter(p.shape for p in model.blocks.parameters() if p.ndim > 1)
+    step = max(n * shape.numel() for shape, n in same_shape.items()) * 8 / world if optimizer in VARIANTS else 0  # Newton-Schulz
+    accumulating = batch_size > micro_batch_size * world or world > 1  # else no gradient is there yet when the most is kept
     return {"parameters": numbers * width, "gradients": numbers * width, "optimizer": state * width,
-            "activations": kept + tokens * model.embed.weight.size(0) * (act + 8)}
+            "activations": max(kept - (0 if accumulating else numbers * width), step)}
 
 
 def check_memory(model: nn.Module, where: torch.device, world: int, local_world: int) -> None:
@@ -636,7 +654,7 @@ def check_disk(model: nn.Module, folder: Path) -> None:
 MAY_CHANGE = {  # globals that a resumed run may set anew: they leave the mathematics as it is, but for rounding
     "run_name", "resume", "allow_change", "log_dir", "checkpoint_dir", "data_dir", "check_shards", "micro_batch_size",
     "activation_checkpointing", "log_interval", "eval_interval", "checkpoint_interval", "keep_checkpoints", "sample_tokens",
-    "device", "compile", "threads", "timeout_minutes", "max_skipped",
+    "wandb", "tensorboard", "profile", "device", "compile", "threads", "timeout_minutes", "max_skipped",
 }
 
 
@@ -674,7 +692,9 @@ class Checkpoints:
             replace(path.with_suffix(".json"), lambda f: f.write(json.dumps(
                 dict(step=step, val_loss=val_loss, size=path.stat().st_size, sha256=digest)).encode()))
             self._remove_old()
-        except (OSError, RuntimeError) as error:  # torch.save wraps a full disk in a RuntimeError
+        except (OSError, RuntimeError) as error:
+            while not isinstance(error, OSError) and error.__context__:  # torch.save hides a full disk behind an error of its own
+                error = error.__context__
             self.failure = getattr(error, "strerror", None) or str(error).splitlines()[0]
 
     def _remove_old(self):
@@ -789,14 +809,17 @@ def to_host(tree):
 # main
 # ----------------------------------------------------------------------------------------------------------------------
 class Log:
-    """Prints, and on rank 0 appends to logs/RUN.txt, a line at a time."""
+    """Prints, and on rank 0 appends to logs/RUN.txt, a line at a time; figures also go to --wandb and --tensorboard."""
 
-    def __init__(self, path: Path, rank: int, head: str | None):
-        self.path, self.file = path, None
+    def __init__(self, path: Path, rank: int, head: str | None, step: int = 0):
+        self.path, self.file, self.step = path, None, step
         if rank == 0:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
+                self.trackers = trackers(path.stem, step)
                 if head is not None:
+                    if path.exists():  # of a run that left no checkpoint
+                        os.replace(path, path.with_suffix(".old"))
                     replace(path, lambda f: f.write(head.encode()))
                 torn = not path.read_bytes().endswith(b"\n")  # a line that a full disk or a kill cut short
                 self.file = open(path, "ab", buffering=0)
@@ -814,6 +837,36 @@ class Log:
             except OSError as error:
                 raise UserError(f"cannot write {self.path}: {error.strerror}; free some space, then go on with "
                                 "--resume=auto") from None
+            if self.trackers and line.startswith(("step:", "final ")):
+                pairs = re.findall(r"(\w+):([-+.\de]+)(s|ms|min|h|)(?:/\d+)?(?= |$)", line)
+                figures = {key: float(value) * {"min": 60, "h": 3600}.get(unit, 1) for key, value, unit in pairs}
+                self.step = int(figures.pop("step", self.step))
+                for track in self.trackers:
+                    track(figures, self.step)
+
+
+def trackers(run: str, step: int) -> list:
+    """What --wandb and --tensorboard ask for: functions of a log line's figures and its step. The run begins or goes on at `step`."""
+    track = []
+    try:
+        if wandb:
+            import wandb as client
+            session = client.init(project=wandb, id=run, name=run, resume="allow", dir=log_dir,
+                                  config={name: globals()[name] for name in GLOBALS})
+            session.define_metric("*", step_metric="step")  # of a resumed run some steps come twice
+            track.append(lambda figures, step: session.log({**figures, "step": step}))
+        if tensorboard not in ("", "0", "false"):
+            from torch.utils.tensorboard import SummaryWriter
+            folder = Path(log_dir) / "tensorboard" if tensorboard in ("true", "1") else Path(tensorboard)
+            writer = SummaryWriter(str(folder / run), purge_step=step + 1 if step else None)
+            track.append(lambda figures, step: ([writer.add_scalar(key, figures[key], step) for key in figures], writer.flush()))
+    except ImportError as error:
+        raise UserError(f"--wandb or --tensorboard needs a package that is not installed ({error.name or error}); run `pip install "
+                        f"{'wandb' if wandb and not track else 'tensorboard'}`, or leave the flag out") from None
+    except Exception as error:  # of wandb: no account, no network, a bad name
+        raise UserError(f"--wandb={wandb} --tensorboard={tensorboard}: {' '.join(str(error).split())[:200]}; wandb needs `wandb login` "
+                        "or WANDB_MODE=offline, tensorboard a writable folder") from None
+    return track
 
 
 def sources() -> tuple[str, str]:
@@ -919,6 +972,14 @@ def seconds(value: float) -> str:
     return f"{value:.0f}s" if value < 600 else f"{value / 60:.0f}min" if value < 36000 else f"{value / 3600:.1f}h"
 
 
+def keep_memory() -> None:
+    """Has glibc keep what is freed: it gives large blocks back, and a CPU then spends much of a step on mapping their pages anew."""
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+        for option, value in ((-4, 0), (-1, -1), (-2, 2**28)):  # M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD
+            mallopt(option, value)
+
+
 def train() -> dict:
     """One run, from globals to checkpoint; returns its last figures."""
     # ---- ranks and device
@@ -943,6 +1004,7 @@ def train() -> dict:
     elif where.type == "cpu":
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(threads or max(1, cores // local_world))
+        keep_memory()
 
     # ---- data and model: everything that can be wrong is found before anything is written
     if world > 1:
@@ -1012,7 +1074,7 @@ def train() -> dict:
             raw.load_state_dict(saved["model"])
     if rank == 0:
         check_disk(shape_only, checkpoints.folder)
-    log = Log(log_path, rank, None if saved and log_path.exists() else log_head(run, facts))
+    log = Log(log_path, rank, None if saved and log_path.exists() else log_head(run, facts), saved["step"] if saved else 0)
     if rank == 0:
         epochs = max_iters * batch_size * block_size / train_shards.tokens
         print(f"{run}: {facts['params'] / 1e6:.2f} M parameters, {facts['device']}, {facts['dtype_used']}, {world} ranks x "
@@ -1095,6 +1157,7 @@ def train() -> dict:
     session = mark = (step, train_time)
     stop = listen()
     peak, clock = peak_flops(where), time.perf_counter()
+    profiler = tracing(log_path.with_suffix(".trace.json")) if profile and rank == 0 else None
 
     def look() -> None:
         """Reads loss, gradient norm and stop flag of the updates launched so far; stops a run that has gone wrong."""
@@ -1131,7 +1194,7 @@ def train() -> dict:
                 script=Path(__file__).name, model=to_host(raw.state_dict()), optimizers=to_host(states), step=step,
                 train_time=train_time, skipped=skipped, sequences=step * batch_size, rng=torch.get_rng_state(),
                 globals={name: globals()[name] for name in GLOBALS}, data=facts["data_checksum"], vocab=vocab, tokenizer=tokenizer,
-                eot=train_shards.eot, torch=str(torch.__version__), source=source_hash()), val_loss if step % eval_interval == 0 or step == max_iters else None)
+                eot=train_shards.eot, torch=str(torch.__version__), source=source_hash()), val_loss if validating else None)
 
     def times() -> str:
         return f"train_time:{train_time:.3f}s" + (f" step_avg:{1000 * train_time / step:.2f}ms" if step else "")
@@ -1141,7 +1204,7 @@ def train() -> dict:
             torch.manual_seed(hash((seed, step, rank)) & 0x7FFFFFFF)  # whatever the run was resumed from
         loss = gradient(step)
         norm = clip()
-        stats = torch.stack([loss / world, norm.to(loss) / world, torch.tensor(float(stop["signal"] is not None)).to(loss)])
+        stats = torch.stack([loss / world, norm.to(loss) / world, torch.full_like(loss, stop["signal"] is not None)])
         if world > 1:
             dist.all_reduce(stats)
         if where.type == "cuda":  # read while the next update runs
@@ -1159,6 +1222,8 @@ def train() -> dict:
                 for opt in optimizers:
                     opt.zero_grad(set_to_none=True)
         step += 1
+        if profiler:
+            profiler.step()
         validating = step % eval_interval == 0 or step == max_iters
         logging = step % log_interval == 0 or step == max_iters
         if not (validating or logging or figures["stop"] or step % checkpoint_interval == 0):
@@ -1172,7 +1237,7 @@ def train() -> dict:
         elif logging:
             log(f"step:{step}/{max_iters} {times()} {progress()}")
         mark = (step, train_time)
-        if figures["stop"] or step % checkpoint_interval == 0 or step == max_iters:
+        if figures["stop"] or step == max_iters or step % checkpoint_interval == 0 and not in_a_row:  # skipped ones are redone
             save()
         if figures["stop"] and step < max_iters:
             checkpoints.wait(last=True)
@@ -1195,12 +1260,24 @@ def train() -> dict:
         checkpoints.wait(last=True)
         if rank == 0:
             print(f"log: {log_path}\ncheckpoint: {checkpoints.folder}")
+    if profiler:
+        profiler.stop()
     if world > 1:
         Watch.done.set()
         dist.barrier(device_ids=devices)  # rank 0 holds the store, so it leaves last
         if where.type == "cuda":
             dist.destroy_process_group()  # gloo's ends with the process: destroying it can wait for a thread that waits for the GIL
     return dict(run=run, log=log_path, step=step, val_loss=val_loss, val_acc=val_acc, train_time=train_time, loss=figures["loss"])
+
+
+def tracing(path: Path) -> torch.profiler.profile:
+    """Records the 4th to 6th update after the start."""
+    def write(recorded):
+        recorded.export_chrome_trace(str(path))
+        print(f"profile: {path} has updates 4 to 6 of this start; open it at https://ui.perfetto.dev", flush=True)
+    profiler = torch.profiler.profile(schedule=torch.profiler.schedule(wait=2, warmup=1, active=3, repeat=1), on_trace_ready=write)
+    profiler.start()
+    return profiler
 
 
 def peak_rss() -> int:

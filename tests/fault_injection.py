@@ -35,10 +35,10 @@ import torch
 
 SCRIPT = Path(__file__).resolve().parent.parent / "train_gpt.py"
 sys.path.insert(0, str(SCRIPT.parent))
-UPDATES = 48
+UPDATES = 24
 FLAGS = dict(dataset="tiny", n_layer=1, n_head=2, n_embd=32, block_size=16, batch_size=8, micro_batch_size=4, max_iters=UPDATES, warmup_iters=2,
-             val_tokens=512, dtype="float32", compile=False, threads=1, device="cpu", sample_tokens=0, log_interval=1, eval_interval=24,
-             checkpoint_interval=4, keep_checkpoints=99, resume="auto")
+             val_tokens=512, dtype="float32", compile=False, threads=1, device="cpu", sample_tokens=0, log_interval=1, eval_interval=12,
+             checkpoint_interval=3, keep_checkpoints=99, resume="auto")
 injected, lost = 0, []
 
 
@@ -133,7 +133,9 @@ def good_files(name: str) -> set[str]:
 
 
 def kept(before: set[str], name: str) -> str:
-    """What was good before and is not any more; "" if nothing."""
+    """What was good before and is not any more; "" if nothing. The log of a run that left no checkpoint begins anew."""
+    if not any(line.endswith(".pt") for line in before):
+        return ""
     return ", ".join(sorted(line[:60].strip() for line in before - good_files(name) if line.endswith(("\n", ".pt"))))
 
 
@@ -171,7 +173,7 @@ def kills(count: int, expected: str, duration: float, rng: random.Random) -> Non
             f.seek(0), f.truncate()
             for at in range(0, len(data), len(data) // 8 + 1):
                 f.write(data[at:at + len(data) // 8 + 1]), f.flush()
-                time.sleep(duration / 400)
+                time.sleep(duration / 200)
         module.torch.save = slowly
 
     done = inside = 0
@@ -219,7 +221,7 @@ def kill_at_every_stage_of_saving(expected: str) -> None:
             elif stage == "renamed, json missing":
                 module.os.replace = lambda a, b: die() if Path(b).name == "step_00000012.json" else replace(a, b)
             elif stage == "old json removed, its checkpoint not":
-                Path.unlink = lambda path, **how: die() if path.name == "step_00000004.pt" else unlink(path, **how)
+                Path.unlink = lambda path, **how: die() if path.name == "step_00000003.pt" else unlink(path, **how)
         return meddle
     for number, stage in enumerate(("half written", "written, not synced", "synced, not renamed", "renamed, json missing",
                                     "old json removed, its checkpoint not")):
@@ -235,10 +237,10 @@ def signals(count: int, expected: str, duration: float, rng: random.Random) -> N
     for number in range(count):
         name, which = f"signal{number}", rng.choice([signal.SIGTERM, signal.SIGINT])
         pid = start(name)
-        until(name, f"step:{rng.randint(1, UPDATES // 2)}/")
+        until(name, f"step:{rng.randint(1, UPDATES // 3)}/")
         os.kill(pid, which)
         code = end(pid)
-        told = re.search(r"stopped after update (\d+) by SIG\w+; go on with --run_name", Path(f"logs/{name}.txt").read_text())
+        told = re.search(r"stopped after update (\d+) by SIG\w+; go on with the same command and --run_name", Path(f"logs/{name}.txt").read_text())
         again = run(name)
         report(which.name, code == 0 and bool(told) and again == 0 and result(name) == expected, told[0] if told else f"status {code}")
 
@@ -262,7 +264,7 @@ def damaged_checkpoints(expected: str, rng: random.Random) -> None:
         "missing": lambda folder: (folder / newest).unlink(),
         "without its json": lambda folder: (folder / json_).unlink(),
         "with a damaged json": lambda folder: (folder / json_).write_text('{"size": 1'),
-        "damaged, the one before it too": lambda folder: (flip(folder / newest, rng), flip(folder / f"step_{UPDATES - 4:08d}.pt", rng)),
+        "damaged, the one before it too": lambda folder: (flip(folder / newest, rng), flip(folder / f"step_{UPDATES - 3:08d}.pt", rng)),
     }
     for what, fault in faults.items():
         name = what.replace(" ", "_").replace(",", "")
@@ -361,12 +363,12 @@ def not_finite(expected: str) -> None:
     def loss(module):
         forward, count = module.Model.forward, itertools.count(-2)
         module.Model.forward = lambda self, *batch: forward(self, *batch) * (math.inf if next(count) // 2 == UPDATES // 2 else 1)
-    code = run("skipped", gradients({20}))
+    code = run("skipped", gradients({10}))
     log = Path("logs/skipped.txt").read_text()
     final = float(re.findall(r"^final val_loss:([\d.]+)", log, re.M)[-1])
-    report("a gradient that is not finite", code == 0 and "skipped:1 " in log and abs(final - float(expected.split()[0])) < 0.1,
+    report("a gradient that is not finite", code == 0 and "skipped:1 " in log and abs(final - float(expected.split()[0])) < 0.3,
            "left out, counted")
-    stops_then_goes_on("ten of them in a row", "ten", expected, "10 updates in a row", gradients(set(range(30, 99))))
+    stops_then_goes_on("ten of them in a row", "ten", expected, "10 updates in a row", gradients(set(range(UPDATES // 2, 99))))
     stops_then_goes_on("a loss that is not finite", "loss", expected, f"the loss of update {UPDATES // 2} is inf", loss)
 
 

@@ -1,0 +1,159 @@
+"""tools/bench_train.py, --profile and the memory estimate, with a model of a few thousand parameters on a CPU."""
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+SMALL = ["--dataset=tiny", "--n_layer=1", "--n_head=2", "--n_embd=32", "--block_size=32", "--batch_size=8", "--val_tokens=64", "--sample_tokens=0",
+         "--device=cpu"]
+NANOGPT = '''  # with the names that bench_train.py uses of karpathy/nanoGPT's model.py
+import torch
+from dataclasses import dataclass
+@dataclass
+class GPTConfig:
+    block_size: int; vocab_size: int; n_layer: int; n_head: int; n_embd: int; dropout: float; bias: bool
+class GPT(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.body = torch.nn.Sequential(torch.nn.Embedding(config.vocab_size, config.n_embd), torch.nn.Linear(config.n_embd, config.vocab_size))
+    def forward(self, x, y):
+        logits = self.body(x)
+        return logits, torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
+        return torch.optim.AdamW(self.parameters(), lr=learning_rate, betas=betas, weight_decay=weight_decay)
+'''
+
+
+def load(path: str):
+    spec = importlib.util.spec_from_file_location(Path(path).stem + "_fresh", ROOT / path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def bench(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    module = load("tools/bench_train.py")
+    for split in ("train", "val"):
+        module.random_shard(tmp_path / f"data/tiny/tiny_{split}_000001.bin", 100_000, 257)
+    return module
+
+
+def test_the_table_has_every_row_and_its_figures_agree(bench, tmp_path):
+    (tmp_path / "model.py").write_text(NANOGPT)
+    text = bench.main([*SMALL, "--compile=false", "--optimizers=muon-vs", "--ranks=1,2", "--nanogpt=.", "--rounds=2", "--updates=2", "--warmup=1"])
+    environment, markdown = text.split("\n\n")
+    for key in ("command", "cpu", "matmul", "versions", "model", "update", "blocks"):
+        assert re.search(rf"^    {key}: \S", environment, re.M), environment
+    head, line, *rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in markdown.splitlines()]
+    table = {row[0]: dict(zip(head, row, strict=True)) for row in rows}
+    assert list(table) == ["muon-vs x1", "muon-vs x2", "nanoGPT fp32", "nanoGPT bf16"] and len(line) == len(head)
+    for name, row in table.items():
+        rate, ms = float(row["tokens/s"].replace(",", "")), float(row["ms/update"])
+        assert rate == pytest.approx(8 * 32 / ms * 1000, rel=0.05) and 0 < float(row["peak MiB"])  # ms has one decimal
+        low, high = (float(end.replace(",", "")) for end in row["lowest-highest block"].split("-"))
+        assert low <= rate * 1.001 and rate <= high * 1.001
+        shares = {phase: float(row[f"{phase} %"]) for phase in bench.PHASES}
+        assert sum(shares.values()) == pytest.approx(100, abs=10)  # medians of parts need not sum to the whole
+        assert (shares["communication"] > 0) == name.endswith("x2")
+        assert all(shares[phase] > 0 for phase in ("data", "forward", "backward", "clip", "optimizer"))
+    assert table["nanoGPT fp32"]["x nanoGPT fp32"] == "1.00" and float(table["muon-vs x1"]["first validation s"]) > 0
+    assert float(table["muon-vs x2"]["state MiB"]) < float(table["muon-vs x1"]["state MiB"])
+
+
+def test_a_block_is_its_updates_but_the_first(bench, tmp_path):
+    clock = bench.Clock(dict(folder=str(tmp_path)), torch.device("cpu"))
+    clock.stamps = [("other", 1.0), ("forward", 2.0), ("update", 9.0),  # does not count
+                    ("data", 10.0), ("forward", 12.0), ("backward", 15.0), ("data", 19.0), ("forward", 20.0), ("backward", 21.0), ("update", 29.0),
+                    ("data", 29.5), ("forward", 30.0), ("update", 39.0)]
+    block = clock.block()
+    assert block["seconds"] == 15 and sum(block["phases"].values()) == 15
+    assert block["phases"] == {"other": 0.75, "data": 1.75, "forward": 6.5, "backward": 6.0}
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--n_layr=3"], "did you mean --n_layer"), (["--optimizers=sgd"], "--optimizer=sgd is unknown"), (["--script=x.py"], "there is no"),
+    (["--nanogpt=nowhere"], "expected a clone of karpathy/nanoGPT"), (["--rounds=0"], "at least 1"), (["--ranks=1;2"], "a list such as 1,2,4"),
+    (["--modded=nowhere", "--device=cpu"], "needs a GPU"), (["--n_layer=1", "--n_head=3", "--device=cpu"], "expected an even whole number")])
+def test_mistakes_get_one_line(bench, flags, message):
+    with pytest.raises(bench.UserError, match=re.escape(message)) as error:
+        bench.main(flags)
+    assert "\n" not in str(error.value)
+
+
+def test_a_row_that_dies_is_told_with_its_reason(bench):
+    with pytest.raises(bench.UserError, match="adamw ended early: .*--block_size=200000 is longer than the data"):
+        bench.main([*SMALL, "--optimizers=adamw", "--block_size=200000", "--batch_size=1", "--val_tokens=200000"])
+
+
+def test_the_clock_of_modded_nanogpt_is_read(bench, tmp_path):
+    script = tmp_path / "modded/records/track_3_optimization/train_gpt_simple.py"
+    script.parent.mkdir(parents=True)
+    script.write_text("import time\nfor i in range(60):\n    print(f'step:{i}/3250 train_time:{5 * (i > 0) + i / 4:.3f}s step_avg:1.00ms', flush=True)\n"
+                      "time.sleep(60)\n")
+    assert "4,000 tokens/s, 250.0 ms/update of 1,000 tokens" in bench.modded(tmp_path / "modded", tmp_path / "run", updates=20, tokens=1000)
+
+
+@pytest.mark.parametrize("script", ["train_gpt.py", "train_llama.py"])
+def test_profile_writes_a_trace_of_three_updates(bench, script, capsys):
+    load(script).main([*SMALL, "--compile=false", "--max_iters=8", "--threads=1", "--profile=true", "--run_name=a.b"])
+    assert "profile: logs/a.b.trace.json has updates 4 to 6" in capsys.readouterr().out
+    names = {event.get("name") for event in json.loads(Path("logs/a.b.trace.json").read_text())["traceEvents"]}
+    assert {f"ProfilerStep#{i}" for i in (3, 4, 5)} <= names and "ProfilerStep#6" not in names and "aten::embedding" in names
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch.cuda.set_sync_debug_mode sees nothing without a GPU")
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "muon-vs", "muon-nsr", "normuon"])
+def test_no_host_synchronisation_inside_a_step(bench, optimizer):
+    t = load("train_gpt.py")
+    evaluate, listen = t.evaluate, t.listen
+
+    def evaluating(*args):
+        torch.cuda.set_sync_debug_mode("default")
+        return evaluate(*args)
+    t.evaluate, t.listen = evaluating, lambda: torch.cuda.set_sync_debug_mode("error") or listen()  # the loop comes next
+    try:
+        t.main([*SMALL, "--device=cuda", "--compile=false", "--micro_batch_size=4", "--max_iters=6", "--log_interval=99", "--eval_interval=99",
+                f"--optimizer={optimizer}", "--run_name=sync"])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon-vs"])
+def test_suite_a_1_2b_fits_32_gb_on_each_of_8(optimizer):
+    t = load("train_llama.py")
+    t.configure(["--preset=suite-a-1.2b", f"--optimizer={optimizer}", "--activation_checkpointing=true", "--micro_batch_size=1"])
+    with torch.device("meta"):
+        model = t.Model(32000)
+    assert sum(t.memory_estimate(model, world=8).values()) < 32e9
+
+
+@pytest.mark.parametrize("script, changes", [
+    ("train_gpt.py", ["--optimizer=adamw"]), ("train_llama.py", ["--optimizer=adamw", "--activation_checkpointing=true"]),
+    ("train_gpt.py", ["--batch_size=1", "--n_embd=256"])])
+def test_the_memory_estimate_is_within_a_tenth_of_the_measured_peak(bench, script, changes):
+    """Of all tensors during three updates, by the profiler's allocator events; the last case is dominated by the optimizer."""
+    t, models = load(script), []
+    build = t.build_optimizers
+
+    def building(model, *args):
+        models.append(model)
+        return build(model, *args)
+    t.build_optimizers = building
+    flags = ["--dataset=tiny", "--n_layer=4", "--n_embd=128", "--block_size=256", "--batch_size=16", "--dtype=bfloat16", "--device=cpu", "--max_iters=3",
+             "--val_tokens=256", "--sample_tokens=0", "--run_name=memory"]
+    t.Checkpoints.save = t.to_host = lambda *args: None  # copies of the state for a checkpoint come on top
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as recorded:
+        t.main([*flags, *changes])
+    now = peak = 0
+    for event in sorted((e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    assert sum(t.memory_estimate(models[-1], world=1).values()) == pytest.approx(peak, rel=0.1)
