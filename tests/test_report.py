@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 
 import numpy as np
 import pytest
@@ -89,7 +90,7 @@ def logs(tmp_path):
 # Reading
 
 def test_reads_a_log(tmp_path, capsys):
-    run = report.read_log(write(tmp_path, "a.txt", log_text(sample="step:1/2 val_loss:9 in generated text\n")))
+    run = report.read_log("a.txt", log_text(sample="step:1/2 val_loss:9 in generated text\n"))
     assert run.budget == 500 and run.settings["gamma"] == "1000.0" and run.env["data_checksum"] == "abcd1234"
     assert run.source.startswith(SOURCE) and "optim" in run.source
     assert sorted(run.evals) == [0, 100, 200, 300, 400, 500]        # none from the source's docstring or the sample
@@ -105,7 +106,7 @@ def test_reads_modded_nanogpt(tmp_path):
              "step:250/250 val_loss:3.2760 train_time:23.548s step_avg:94.19ms",
              "peak memory allocated: 34761 MiB reserved: 49140 MiB", ""]
     path = write(tmp_path, "uuid.txt", "\n".join(["import torch", SEPARATOR, env, SEPARATOR, *lines]))
-    run = report.read_log(path)
+    run = report.read_log(path, path.read_text())
     assert [run.evals[s][:2] for s in (0, 125, 250)] == [(10.8258, 0), (4.5872, 11.77), (3.276, 23.548)]
     assert run.settings == {} and run.source == "import torch\n" and run.memory["peak_memory_mib"] == 34761
 
@@ -136,7 +137,7 @@ def test_resumed_run_later_line_wins(tmp_path, capsys):
     head, tail = text.split("step:400/500 train_loss", 1)
     text = (head + "step:400/500 val_loss:7.00000 train_time:4.000s\nstep:450/500 val_loss:8.00000 train_time:4.500s\n"
             "step:460/500 train_lo\nresumed:step:400\nstep:400/500 train_loss" + tail)
-    run = report.read_log(write(tmp_path, "a.txt", text))
+    run = report.read_log("a.txt", text)
     assert run.evals[400][0] == 1.2 and 450 not in run.evals and run.evals[500][0] == 1.0
     assert "a.txt: a resumed run" in capsys.readouterr().err
 
@@ -172,6 +173,16 @@ def test_duplicates_count_once(tmp_path, run, logs):
     _, _, err = run(logs / "muon-3.txt")
     assert err.count("the same run as") == 3
     assert rows_of(tmp_path / "out/final.csv")[0]["n"] == "3"
+
+
+def test_an_archive_of_logs_is_a_folder(tmp_path, run, logs):
+    run("--baseline", "muon")
+    folder = (tmp_path / "out/final.csv").read_text()
+    with tarfile.open(tmp_path / "logs.tar.xz", "w:xz") as archive:
+        for log in logs.iterdir():
+            archive.add(log, f"some/{log.name}")
+    assert run(tmp_path / "logs.tar.xz", "--baseline", "muon", logs=False)[0] == 0
+    assert (tmp_path / "out/final.csv").read_text() == folder
 
 
 def test_repeated_seed_is_shown_apart(tmp_path, run, logs):

@@ -20,6 +20,7 @@ import json
 import math
 import re
 import sys
+import tarfile
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,8 +36,8 @@ CONFIDENCE = 0.95                       # of intervals: two-sided, Student-t ove
 
 # globals that say nothing about the experiment, and those in which the rows of an experiment may differ
 RUN = {"seed", "preset", "run_name", "resume", "allow_change", "log_dir", "checkpoint_dir", "data_dir", "check_shards",
-       "log_interval", "checkpoint_interval", "keep_checkpoints", "sample_tokens", "device", "threads",
-       "timeout_minutes", "max_skipped"}
+       "log_interval", "checkpoint_interval", "keep_checkpoints", "sample_tokens", "wandb", "tensorboard", "profile",
+       "device", "threads", "timeout_minutes", "max_skipped"}
 OPTIMIZER = {"optimizer", "learning_rate", "adam_lr", "weight_decay", "momentum", "gamma", "beta2", "muon_eps",
              "ns_steps", "ns_eps", "adjust_lr_fn", "adam_beta1", "adam_beta2", "adam_eps"}
 ORDER = ["adamw", "muon", "adamuon", "normuon", "muon2", "muon-nsr-post", "muon-nsr", "muon-vs"]   # as in the paper
@@ -105,9 +106,21 @@ def number(text):
     return float(match[1]) / (1000 if match[2] == "ms" else 1) if match else None
 
 
-def read_log(path):
-    """Our log, or one of modded-nanogpt -> Run; its flaws are named."""
-    parts = re.split(rf"^{SEPARATOR}\n", path.read_text(encoding="utf-8", errors="replace"), flags=re.M)
+def texts(path):
+    """A log, a folder of logs or an archive of them (.tar.xz, say) -> (path, text) of each."""
+    if ".tar" in path.suffixes and path.is_file():
+        with tarfile.open(path) as archive:
+            members = sorted((m for m in archive if m.isfile() and m.name.endswith((".txt", ".log"))), key=lambda m: m.name)
+            return [(path / m.name, archive.extractfile(m).read().decode(errors="replace")) for m in members]
+    files = sorted(f for f in path.rglob("*") if f.suffix in (".txt", ".log")) if path.is_dir() else [path]
+    if missing := [f for f in files if not f.is_file()]:
+        raise UserError(f"no log {missing[0]}; give files, folders or .tar archives of logs: python tools/report.py logs")
+    return [(f, f.read_text(encoding="utf-8", errors="replace")) for f in files]
+
+
+def read_log(path, text):
+    """The text of our log, or of one of modded-nanogpt -> Run; its flaws are named."""
+    parts = re.split(rf"^{SEPARATOR}\n", text, flags=re.M)
     ours = len(parts) > 3 and re.search(r"^--optimizer=", parts[2], re.M)
     body, header = "\n".join(parts[3:] if ours else parts[1:] or parts), parts[2] if ours else ""
     run = Run(path, settings=dict(re.findall(r"^--(\w+)=(.*)$", header, re.M)),
@@ -146,15 +159,12 @@ def read_logs(paths, seeds=()):
     """Files and folders -> finished runs, each once; whatever else was there is named."""
     runs = {}
     for path in map(Path, paths):
-        logs = sorted(f for f in path.rglob("*") if f.suffix in (".txt", ".log")) if path.is_dir() else [path]
-        for file in logs:
-            if not file.is_file():
-                raise UserError(f"no log {file}; give files or folders of logs: python tools/report.py logs")
-            run = read_log(file)
+        for file, text in texts(path):
+            run = read_log(file, text)
             if not run.evals:
                 note(f"{file}: no validation loss in it; left out")
             elif not seeds or run.seed in seeds:
-                key = (*run.settings.items(), run.env.get("started")) if run.settings else file.read_bytes()
+                key = (*run.settings.items(), run.env.get("started")) if run.settings else text
                 twin = runs.setdefault(key, run)
                 if twin is not run:
                     note(f"{file}: the same run as {twin.path}; the longer log counts, once")
