@@ -16,6 +16,7 @@ optimizer keeps on this rank. extra: the most memory that a step takes on top of
 import argparse
 import ctypes
 import importlib.util
+import math
 import os
 import platform
 import re
@@ -221,7 +222,7 @@ def overhead(args) -> str:
         start, end = (float(re.search(rf"^step:{step}/{last} .*?train_time:([\d.]+)s", log, re.M)[1]) for step in (10, last))
         last_line = re.findall(r"^final .*$", log, re.M)[-1]
         get = lambda key: float(re.search(rf"{key}:([\d.]+)", last_line)[1])  # noqa: E731
-        tokens = float(re.search(r"^tokens_per_update: (\d+)", log, re.M)[1])
+        tokens = math.prod(int(re.search(rf"^--{k}=(\d+)", log, re.M)[1]) for k in ("batch_size", "block_size"))
         figures[name] = (tokens * args.updates / (end - start), 1000 * (end - start) / args.updates, get("peak_memory_mib"), get("optimizer_state_mib"))
     rows = [[name, *(f"{value:{form}} ({100 * (value / ref - 1):+.1f} %)" for value, ref, form in zip(f, figures[base], (",.0f", ".1f", ",.0f", ",.1f")))]
             for name, f in figures.items()]
