@@ -32,10 +32,11 @@ def newton_schulz(G: Tensor, steps: int = 5, eps: float = 1e-7, dtype: torch.dty
     """Approximate polar factor U Vᵀ of G = U S Vᵀ: `steps` times X <- aX + (bA + cA²)X with A = XXᵀ, from X = G / (|G|_F + eps).
 
     G: (..., m, n), any float dtype; normalised in fp32 (fp64 for fp64), iterated in `dtype`. Returns (..., m, n) in `dtype`.
-    A zero matrix gives zero. Raises ValueError for fewer than two dimensions.
+    A zero matrix gives zero. Raises ValueError for fewer than two dimensions, no elements, or integers.
     """
-    if G.ndim < 2:
-        raise ValueError(f"newton_schulz takes (..., m, n), found shape {tuple(G.shape)}; give vectors to AdamW")
+    if G.ndim < 2 or not G.numel() or not G.is_floating_point():
+        raise ValueError(f"newton_schulz takes (..., m, n), floating-point and not empty; found shape {tuple(G.shape)} and {G.dtype}; "
+                         "give vectors to AdamW")
     X = _wide(_normalise(G.to(_compute_dtype(G)), eps)).to(dtype)
     O = _iterate(X.reshape(-1, *X.shape[-2:]).contiguous(), steps).view(X.shape)
     return O.mT if G.size(-2) > G.size(-1) else O
@@ -240,7 +241,7 @@ def _store(S, new, ok):
 def _write(W, new, noise, ok):
     """new to W, with noise (int32 in [0, 65536), W's shape) rounded stochastically to bf16: add to the fp32 bits, then cut."""
     if noise is not None:
-        new = ((new.view(torch.int32) + noise) & -65536).view(torch.float32)
+        new = ((new.float().view(torch.int32) + noise) & -65536).view(torch.float32)
     W.copy_(torch.where(ok, new.to(W.dtype), W))
 
 
@@ -248,15 +249,18 @@ _compiled: dict = {}  # (function, constants) -> its compiled form; None -> torc
 
 
 def _run(compile: bool, function: Callable, *args):
-    """function(*args) through torch.compile, one graph for all shapes; where no compiler works eagerly, after one warning."""
+    """function(*args) through torch.compile, a few graphs for all shapes (wide or tall, one matrix or several); where no compiler
+    works eagerly, after one warning."""
     if not compile or None in _compiled:
         return function(*args)
-    key = (function, args[0] if callable(args[0]) else None)
+    key = (function, *(a if callable(a) else a.dtype for a in args[:2] if a is not None))
     try:
         if key not in _compiled:  # a code object each, because Dynamo limits the graphs of one
             own_code = types.FunctionType(function.__code__.replace(), function.__globals__)
             _compiled[key] = torch.compile(own_code, dynamic=True, fullgraph=True)
         return _compiled[key](*args)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         result = function(*args)  # an error that is not the compiler's comes again here
         _compiled[None] = error
@@ -296,8 +300,12 @@ class _Sharded(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict):
         super().add_param_group(param_group)
-        for i, p in enumerate(self.param_groups[-1]["params"]):
-            self._check(i, p)
+        try:
+            for i, p in enumerate(self.param_groups[-1]["params"]):
+                self._check(i, p)
+        except ValueError:
+            self.param_groups.pop()
+            raise
         self._buckets = None
 
     def _layout(self) -> list[tuple[dict, list[Tensor]]]:
@@ -343,7 +351,7 @@ class _Sharded(torch.optim.Optimizer):
             for p, start, stop, units in received():
                 self._units(p.detach())[start:stop].copy_(units)
         if finite:
-            bad = sum((~ok).sum() for ok in finite)
+            bad = sum((~ok).sum().to(finite[0].device, non_blocking=True) for ok in finite)
             self.skipped = self.skipped + bad
             if bad.device.type == "cpu" and bad:
                 warnings.warn(f"{type(self).__name__}: a gradient is not finite; {int(bad)} of the updates were left out")
@@ -357,7 +365,8 @@ class _Sharded(torch.optim.Optimizer):
             return lambda: []
         most = max(sum(stop - start for start, stop in of_rank) for of_rank in ranges)
         mine = torch.cat(own)
-        mine = torch.cat([mine, mine.new_zeros(most - len(mine), *mine.shape[1:])])  # equal sizes on all ranks
+        if len(mine) < most:  # equal sizes on all ranks
+            mine = torch.cat([mine, mine.new_zeros(most - len(mine), *mine.shape[1:])])
         everyone = mine.new_empty(_world(), *mine.shape)
         as_bytes = lambda t: t.view(-1).view(torch.uint8)  # any dtype
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name until torch 2.12
@@ -445,7 +454,7 @@ def _noise(group: dict, W: Tensor) -> Tensor | None:
 
 
 def _scalar(value, p: Tensor) -> Tensor:  # 0-d, so it never changes the dtype of what it multiplies
-    return torch.tensor(value, dtype=torch.float32 if p.device.type == "mps" else torch.float64)
+    return torch.as_tensor(value, dtype=torch.float32 if p.device.type == "mps" else torch.float64, device="cpu")
 
 
 class Muon(_Sharded):
@@ -478,12 +487,12 @@ class Muon(_Sharded):
                 raise ValueError(f"{name} is {group[name]!r}, expected one of {', '.join(choices)}")
         for name, high in dict(lr=math.inf, momentum=1, beta2=1, weight_decay=math.inf, gamma=math.inf, eps=math.inf,
                                ns_steps=math.inf).items():
-            if not 0 <= group[name] < high:
-                raise ValueError(f"{name} is {group[name]}, expected a number in [0, {high})")
+            if not 0 <= group[name] < high or name == "ns_steps" and group[name] != int(group[name]):
+                raise ValueError(f"{name} is {group[name]}, expected {'a whole' if name == 'ns_steps' else 'a'} number in [0, {high})")
         super().add_param_group(param_group)
 
     def _check(self, i, p):
-        if p.ndim < 2 or not p.is_floating_point():
+        if p.ndim < 2 or not p.numel() or not p.is_floating_point():
             raise ValueError(f"Muon takes floating-point matrices (..., m, n), found parameter {i} of shape {tuple(p.shape)} and "
                              f"{p.dtype}: give vectors, embeddings and the output head to AdamW")
         if p.ndim > 2 and not p.is_contiguous():
@@ -543,12 +552,12 @@ class Muon(_Sharded):
 
     @staticmethod
     def _portions(params) -> list[list[list[Tensor]]]:
-        """What Newton-Schulz takes at once, and in it what the passes take at once: on a GPU everything, because launches cost;
-        on a CPU enough for all cores and for the cache, and single parameters, because copies cost."""
-        if params[0].device.type != "cpu":
-            return [[params]]
-        size = max(torch.get_num_threads(), 2**20 // params[0].numel())
-        return [[[p] for p in params[i:i + size]] for i in range(0, len(params), size)]
+        """What Newton-Schulz takes at once, and in it what the passes take at once: on a GPU as much as memory is cheap for, because
+        launches cost; on a CPU enough for all cores and for the cache, and single parameters, because copies cost."""
+        cpu = params[0].device.type == "cpu"
+        size = max(torch.get_num_threads(), 2**20 // params[0].numel()) if cpu else max(1, 2**27 // params[0].numel())
+        chunks = [params[i:i + size] for i in range(0, len(params), size)]
+        return [[[p] for p in chunk] if cpu else [chunk] for chunk in chunks]
 
     def _joined_state(self, params, name):
         """This buffer of all `params` as one tensor, of which each state[p][name] is a view from the first step on."""
@@ -569,7 +578,9 @@ class Muon(_Sharded):
 
     def _bias(self, group, params):
         bias = [1 - group["momentum"] ** self.state[p]["step"] for p in params for _ in range(len(self._own(p, p)))]
-        return _scalar(bias[0], params[0]) if len(set(bias)) == 1 else _scalar(bias, params[0]).to(params[0].device)[:, None, None]
+        if len(set(bias)) == 1:
+            return _scalar(bias[0], params[0])
+        return _scalar(bias, params[0]).to(params[0].device, non_blocking=True)[:, None, None]
 
 
 def _joined(tensors):
@@ -588,8 +599,9 @@ class AdamW(_Sharded):
                                       stochastic_rounding=stochastic_rounding, compile=compile))
 
     def _check(self, i, p):
-        if not p.is_floating_point() or not p.is_contiguous():
-            raise ValueError(f"AdamW takes contiguous floating-point tensors, found parameter {i} of {p.dtype} and strides {p.stride()}")
+        if not p.is_floating_point() or not p.is_contiguous() or not p.numel():
+            raise ValueError(f"AdamW takes contiguous floating-point tensors, found parameter {i} of shape {tuple(p.shape)}, {p.dtype} "
+                             f"and strides {p.stride()}")
 
     def _units(self, t):
         return t.reshape(len(t), -1) if t.ndim > 1 else t.reshape(1, -1)
@@ -614,7 +626,7 @@ class AdamW(_Sharded):
         finite = []
         for p in params:
             S, W = {name: self.state[p][name] for name in ("exp_avg", "exp_avg_sq")}, self._own(p, p.detach())
-            ok = torch.isfinite(p.grad.abs().amax())  # of all rows, so that all ranks agree
+            ok = torch.isfinite(p.grad.amin()) & torch.isfinite(p.grad.amax())  # of all rows, so that all ranks agree
             hyper = (group["lr"], group["weight_decay"], *group["betas"], *(1 - b ** self.state[p]["step"] for b in group["betas"]))
             _run(group["compile"], _adamw, W, self._own(p, p.grad), S, *(_scalar(v, p) for v in hyper), group["eps"],
                  _noise(group, W), ok)

@@ -395,6 +395,33 @@ def test_batches_as_on_a_gpu(monkeypatch):
     assert other.state[joined[0]]["momentum"]._base is other.state[joined[1]]["momentum"]._base
 
 
+def test_a_large_batch_on_a_gpu_goes_in_portions():
+    params = [torch.empty(2**13, 2**13, device="meta") for _ in range(5)]
+    assert [[len(batch) for batch in portion] for portion in Muon._portions(params)] == [[2], [2], [1]]
+
+
+def test_stochastic_rounding_with_fp64_state():
+    for opt in (lambda p: Muon([p], compile=False, state_dtype=torch.float64, stochastic_rounding=True),
+                lambda p: AdamW([p], compile=False, state_dtype=torch.float64, stochastic_rounding=True)):
+        p = torch.nn.Parameter(torch.randn(8, 4).bfloat16())
+        p.grad, before = torch.randn(8, 4).bfloat16(), p.detach().clone()
+        opt(p).step()
+        assert p.isfinite().all() and (p != before).any()
+
+
+def test_a_group_that_was_refused_leaves_nothing():
+    opt = Muon([torch.nn.Parameter(torch.zeros(4, 4))])
+    for bad in (dict(params=[torch.nn.Parameter(torch.zeros(4))]), dict(params=[torch.nn.Parameter(torch.zeros(0, 4))]),
+                dict(params=[torch.nn.Parameter(torch.zeros(3, 4))], ns_steps=2.5)):
+        with pytest.raises(ValueError, match="AdamW|whole number"):
+            opt.add_param_group(bad)
+        assert len(opt.param_groups) == 1
+    with pytest.raises(ValueError, match="not empty"):
+        newton_schulz(torch.zeros(0, 4))
+    with pytest.raises(ValueError, match="floating-point"):
+        newton_schulz(torch.zeros(4, 4, dtype=torch.int32))
+
+
 def test_extreme_gradients():
     """Zero, tiny, huge and rank-1 gradients give finite updates of the usual size or less, with any variant."""
     u, v = torch.randn(32, 1), torch.randn(1, 16)

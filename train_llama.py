@@ -625,13 +625,15 @@ def memory_estimate(model: nn.Module, world: int) -> dict[str, float]:
     tokens, act = micro_batch_size * block_size, 2 if dtype != "float32" else 4
     inner = sum(max(p.shape) for p in model.blocks[0].mlp.parameters())
     block = tokens * (n_embd * (7 * act + 4) + inner * act)  # both norms, q k v y, attention's output; the residual in fp32
-    if block_size <= 512 and (device == "cpu" or not torch.cuda.is_available()):
+    gpu = device != "cpu" and torch.cuda.is_available()
+    if block_size <= 512 and not gpu:
         block += tokens * n_head * block_size * act          # the attention weights, see attend
     kept = tokens * n_embd * 4 * n_layer + block if activation_checkpointing else block * n_layer
     kept += tokens * (n_embd * (act + 4) + model.embed.weight.size(0) * (2 * act if compile else act + 8))  # the loss: logits, gradient
     kept += act * sum(p.numel() for p in model.parameters() if p.ndim > 1) if act < width else 0  # autocast's copies of the weights
     same_shape = Counter(p.shape for p in model.blocks.parameters() if p.ndim > 1)
-    step = max(n * shape.numel() for shape, n in same_shape.items()) * 8 / world if optimizer in VARIANTS else 0  # Newton-Schulz
+    batches = [min(n * shape.numel() / world, max(2**27, shape.numel()) if gpu else math.inf) for shape, n in same_shape.items()]
+    step = max(batches) * (16 if gpu else 8) if optimizer in VARIANTS else 0  # Newton-Schulz
     accumulating = batch_size > micro_batch_size * world or world > 1  # else no gradient is there yet when the most is kept
     return {"parameters": numbers * width, "gradients": numbers * width, "optimizer": state * width,
             "activations": max(kept - (0 if accumulating else numbers * width), step)}
@@ -864,8 +866,12 @@ class Log:
                 pairs = re.findall(r"(\w+):([-+.\de]+)(s|ms|min|h|)(?:/\d+)?(?= |$)", line)
                 figures = {key: float(value) * {"min": 60, "h": 3600}.get(unit, 1) for key, value, unit in pairs}
                 self.step = int(figures.pop("step", self.step))
-                for track in self.trackers:
-                    track(figures, self.step)
+                try:
+                    for track in self.trackers:
+                        track(figures, self.step)
+                except Exception as error:  # a full disk or a lost network is no reason to end a run
+                    self.trackers = []
+                    print(f"--wandb and --tensorboard end at step {self.step}: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 def trackers(run: str, step: int) -> list:
@@ -1296,8 +1302,11 @@ def train() -> dict:
 def tracing(path: Path) -> torch.profiler.profile:
     """Records the 4th to 6th update after the start."""
     def write(recorded):
-        recorded.export_chrome_trace(str(path))
-        print(f"profile: {path} has updates 4 to 6 of this start; open it at https://ui.perfetto.dev", flush=True)
+        try:
+            recorded.export_chrome_trace(str(path))
+            print(f"profile: {path} has updates 4 to 6 of this start, if it made so many; open it at https://ui.perfetto.dev", flush=True)
+        except (OSError, RuntimeError) as error:
+            print(f"profile: cannot write {path}: {error}", file=sys.stderr, flush=True)
     profiler = torch.profiler.profile(schedule=torch.profiler.schedule(wait=2, warmup=1, active=3, repeat=1), on_trace_ready=write)
     profiler.start()
     return profiler

@@ -1,4 +1,4 @@
-"""tools/bench_train.py, --profile and the memory estimate, with a model of a few thousand parameters on a CPU."""
+"""tools/bench_train.py, tools/bench_optim.py, --profile and the memory estimate, with models of a few thousand parameters on a CPU."""
 import importlib.util
 import json
 import re
@@ -157,3 +157,94 @@ def test_the_memory_estimate_is_within_a_tenth_of_the_measured_peak(bench, scrip
         now += event.nbytes()
         peak = max(peak, now)
     assert sum(t.memory_estimate(models[-1], world=1).values()) == pytest.approx(peak, rel=0.1)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# tools/bench_optim.py: no compiler is waited for, because the figures are not looked at
+
+@pytest.fixture
+def steps(monkeypatch):
+    module = load("tools/bench_optim.py")
+    monkeypatch.setitem(module.optim._compiled, None, "not in a test")
+    return module
+
+
+TINY = ["--shapes=16x32:2,32x16", "--rounds=2", "--warmup=1", "--device=cpu"]
+
+
+@pytest.mark.parametrize("markdown", [True, False])
+def test_optimizers_are_timed_beside_each_other(steps, markdown):
+    head, text = steps.main([*TINY, "--optimizers=torch,muon,muon-vs,normuon,adamw,torch-adamw", *["--markdown"] * markdown]).split("\n\n")
+    assert "matrices: 2 × 16×32, 1 × 32×16 (0.0 M parameters, fp32)" in head
+    assert "median of 2 rounds after 1 steps; ratio to torch.optim.Muon" in head
+    header, *rows = [re.split(r"\s*\|\s*|\s{2,}", line.strip("|").strip()) for line in text.splitlines() if "---" not in line]
+    table = {row[0]: dict(zip(header, row)) for row in rows}
+    assert list(table) == ["torch.optim.Muon", "muon", "muon-vs", "normuon", "adamw", "torch.optim.AdamW (fused)"]
+    assert table["torch.optim.Muon"]["ratio"] == "1.000"
+    assert all(0 < float(row["ratio"]) < 1000 and float(row["ms"]) >= 0 for row in table.values())
+    if markdown:  # the other form has no cell where there is no rate
+        buffers = {name: float(row["state MiB"]) for name, row in table.items()}
+        assert len(set(map(len, rows))) == 1 and buffers == {name: 0.0 for name in buffers}  # 1536 floats
+
+
+def test_state_rate_and_order_of_the_rounds(steps, monkeypatch):
+    calls, build = [], steps.build
+
+    def building(name, *args):
+        opt = build(name, *args)
+        step = opt.step
+        opt.step = lambda: (calls.append(name), step())
+        return opt
+    monkeypatch.setattr(steps, "build", building)
+    text = steps.main(["--shapes=256x512", "--rounds=3", "--warmup=1", "--device=cpu", "--optimizers=muon,muon-vs,normuon", "--markdown"])
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.split("\n\n")[1].splitlines()[2:]]
+    assert [row[5] for row in cells] == ["0.5", "1.0", "0.5"]  # MiB of one buffer, two, one and a row's
+    assert calls[-9:] == ["muon", "muon-vs", "normuon", "muon-vs", "normuon", "muon", "normuon", "muon", "muon-vs"]
+    assert steps.standard_flops([(2, 3), (3, 2)]) == 2 * 5 * (2 * 2 * 2 * 3 + 2 * 2**3 + 2 * 2 * 2 * 3)
+    multiply, flops = steps.product_seconds([(2, 3), (3, 2), (4, 4)], "cpu")
+    assert multiply() is None and flops == (4 * 12 + 2 * 8) + (4 * 64 + 2 * 64)
+
+
+def test_the_shapes_of_a_preset(steps):
+    assert steps.parse_shapes("3x4:2,5x6") == [(3, 4), (3, 4), (5, 6)]
+    assert steps.shapes_of("demo") == [(768, 256), (256, 256), (1024, 256), (256, 1024)] * 4
+    assert steps.script_of("suite-a-130m").name == "train_llama.py"
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--optimizers=muon,moun"], "there is no optimizer moun"), (["--shapes=16x"], "is no shape"), (["--shapes=16x0"], "is no shape"),
+    (["--shapes=16x16:0"], "is no shape"), (["--preset=gtp2"], "there is no preset gtp2"), (["--preset=demo/adamw"], "no preset"),
+    (["--round=3"], "--round=3 is no option here"), (["--rounds=0"], "at least 1"), (["--warmup=0"], "at least 1"),
+    (["--rounds=x"], "invalid int"), (["--device=tpu"], "invalid choice"), (["--optimizers=kj"], "needs --kj=PATH"),
+    ([*TINY, "--kj=nowhere/muon.py"], "is not there"), ([*TINY, "--dion=nowhere"], "expected a clone of microsoft/dion"),
+    ([*TINY, f"--kj={__file__}"], "has no attribute 'SingleDeviceMuon'; expected muon.py"),
+    (["--overhead", "--preset=nothing"], "there is no preset nothing")])
+def test_mistakes_with_optimizers_get_one_line(steps, monkeypatch, flags, message):
+    monkeypatch.setitem(sys.modules, "dion", None)
+    with pytest.raises(steps.UserError, match=re.escape(message)) as error:
+        steps.main(flags)
+    assert "\n" not in str(error.value)
+
+
+def test_overhead_is_of_the_updates_after_the_first_ten(steps, tmp_path, monkeypatch):
+    """The script is stubbed: it takes 1 s for the first ten updates and then 10 ms an update, muon-vs 11 ms."""
+    def run(command, **how):
+        flags = dict(word[2:].split("=", 1) for word in command[2:])
+        ms, last = {"muon": 10, "muon-vs": 11}[flags["optimizer"]], int(flags["max_iters"])
+        assert command[1].endswith("train_gpt.py") and last == 60 and flags["dataset"] == "tiny" and Path(flags["checkpoint_dir"]).is_dir()
+        log = Path(flags["log_dir"], flags["run_name"] + ".txt")
+        log.parent.mkdir(exist_ok=True)
+        log.write_text("--batch_size=4\n--block_size=25\n" + "".join(
+            f"step:{step}/{last} val_loss:2.00000 train_time:{1 + (step - 10) * ms / 1000:.3f}s\n" for step in range(10, last + 1, 10))
+            + "final val_loss:2.00000 peak_memory_mib:200 optimizer_state_mib:4.0 compile_time:1.0s\n")
+        return steps.subprocess.CompletedProcess(command, 0)
+    monkeypatch.setattr(steps.subprocess, "run", run)
+    text = steps.main(["--overhead", "--preset=demo", "--updates=50", f"--out={tmp_path}", "--optimizers=muon,muon-vs", "--dataset=tiny",
+                       "--markdown"])
+    assert text.splitlines()[-2:] == ["| muon | 10,000 (+0.0 %) | 10.0 (+0.0 %) | 200 (+0.0 %) | 4.0 (+0.0 %) |",
+                                      "| muon-vs | 9,091 (-9.1 %) | 11.0 (+10.0 %) | 200 (+0.0 %) | 4.0 (+0.0 %) |"]
+    assert [path.name for path in tmp_path.iterdir()] == ["logs"]
+    failed = steps.subprocess.CompletedProcess([], 1, "", "warning\ntrain_gpt.py: no\n")
+    monkeypatch.setattr(steps.subprocess, "run", lambda command, **how: failed)
+    with pytest.raises(steps.UserError, match="train_gpt.py ended with status 1: train_gpt.py: no$"):
+        steps.main(["--overhead", "--preset=demo", f"--out={tmp_path}"])

@@ -8,10 +8,11 @@ Times optimizers on the matrices of a model, all in one run, in turn, and prints
     torchrun --standalone --nproc_per_node=2 tools/bench_optim.py       # sharded: state per rank, communication included
     python tools/bench_optim.py --overhead --preset=demo                # a whole update, as in the paper's overhead table
 
-ms: median of the rounds, of one step. ratio: median over the rounds of the time against torch.optim.Muon's (or the first's) in the same
-round, so that a noisy machine hurts both. rate: operations of the standard five Newton-Schulz steps per second of the whole step, in
-TFLOP/s and as a share of the rate of a bf16 product of the same shapes here and now; fewer operations give more than 100 %. state: bytes that the
-optimizer keeps on this rank. extra: the most memory that a step takes on top of parameters, gradients and state.
+ms: median of the rounds, of one step. ratio: median over the rounds of the time against torch.optim.Muon's (or the first's) in
+the same round, so that a noisy machine hurts both; every round begins with another optimizer. rate: operations of the standard
+five Newton-Schulz steps per second of the whole step, in TFLOP/s and as a share of the rate of bf16 products of the same shapes
+on all ranks here and now; fewer operations give more than 100 %. state: what the optimizer keeps on this rank. extra: the most
+memory that a step takes on top of parameters, gradients and state.
 """
 import argparse
 import ctypes
@@ -23,7 +24,9 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -40,6 +43,11 @@ class UserError(Exception):
     """A mistake of the user: one line with what was found, what was expected and the command that mends it."""
 
 
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise UserError(f"{message}; see: python tools/bench_optim.py --help")
+
+
 def load(path: str | Path):
     """The module in this Python file."""
     path = Path(path)
@@ -53,11 +61,12 @@ def load(path: str | Path):
 
 
 def script_of(preset: str) -> Path:
-    for script in ("train_gpt.py", "train_llama.py"):
-        if preset in load(ROOT / script).PRESETS and (preset != "demo" or script == "train_gpt.py"):
+    """The first script that has the preset."""
+    names = {script: [name for name in load(ROOT / script).PRESETS if "/" not in name] for script in ("train_gpt.py", "train_llama.py")}
+    for script, of_script in names.items():
+        if preset in of_script:
             return ROOT / script
-    names = [name for script in ("train_gpt.py", "train_llama.py") for name in load(ROOT / script).PRESETS if "/" not in name]
-    raise UserError(f"there is no preset {preset}; expected one of {', '.join(dict.fromkeys(names))}")
+    raise UserError(f"there is no preset {preset}; expected one of {', '.join(dict.fromkeys(sum(names.values(), [])))}")
 
 
 def shapes_of(preset: str) -> list[tuple[int, int]]:
@@ -73,7 +82,7 @@ def shapes_of(preset: str) -> list[tuple[int, int]]:
 def parse_shapes(text: str) -> list[tuple[int, int]]:
     shapes = []
     for word in text.split(","):
-        if not (match := re.fullmatch(r"(\d+)x(\d+)(?::(\d+))?", word)):
+        if not (match := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(?::([1-9]\d*))?", word)):
             raise UserError(f"{word!r} is no shape; expected ROWSxCOLUMNS or ROWSxCOLUMNS:COUNT, such as 768x3072:12")
         shapes += [(int(match[1]), int(match[2]))] * int(match[3] or 1)
     return shapes
@@ -88,12 +97,20 @@ def build(name: str, params: list, args):
         return torch.optim.AdamW(params, fused=True, **how)
     if name == "adamw":
         return optim.AdamW(params, **how)
-    if name == "kj":
-        return load(args.kj).SingleDeviceMuon(params, momentum=0.95, **how)
-    if name == "dion":
-        sys.path.insert(0, args.dion)
-        from dion import Muon as DionMuon
-        return DionMuon(params, **how)
+    try:
+        if name == "kj":
+            for p in params:
+                p.grad = p.grad.clone()  # it writes into gradients
+            return load(args.kj).SingleDeviceMuon(params, momentum=0.95, **how)
+        if name == "dion":
+            sys.path.insert(0, args.dion)
+            from dion import Muon as DionMuon
+            return DionMuon(params, **how)
+    except UserError:
+        raise
+    except Exception as error:  # it is not ours
+        raise UserError(f"--{name}={getattr(args, name)}: {type(error).__name__}: {' '.join(str(error).split())[:150]}; expected "
+                        f"{'muon.py of a clone of KellerJordan/Muon' if name == 'kj' else 'a clone of microsoft/dion'}") from None
     return optim.Muon(params, variant=name, adjust_lr_fn="match_rms_adamw", **how)
 
 
@@ -116,14 +133,20 @@ def standard_flops(shapes) -> int:
 
 
 def product_seconds(shapes, device: str):
-    """A function that computes the products of one standard step for every shape once, in bf16."""
-    work = []
-    for s in dict.fromkeys(tuple(sorted(s)) for s in shapes):
-        m, n = s
-        X = torch.randn(m, n, device=device, dtype=torch.bfloat16)
-        A = torch.randn(m, m, device=device, dtype=torch.bfloat16)
+    """A function that computes the products of one standard step for every shape once, on a GPU for all matrices of a shape at
+    once, in bf16; and their operations."""
+    counts, work, flops = Counter(tuple(sorted(s)) for s in shapes), [], 0
+    for (m, n), count in counts.items():
+        k = count if device != "cpu" else 1
+        X = torch.randn(k, m, n, device=device, dtype=torch.bfloat16).squeeze(0)
+        A = torch.randn(k, m, m, device=device, dtype=torch.bfloat16).squeeze(0)
         work += [(X, X.mT), (A, A), (A, X)]
-    return lambda: [a @ b for a, b in work], standard_flops(dict.fromkeys(tuple(sorted(s)) for s in shapes)) / 5
+        flops += standard_flops([(m, n)]) / 5 * k
+
+    def multiply():
+        for a, b in work:
+            a @ b
+    return multiply, flops
 
 
 def extra_memory(device: str, function) -> float:
@@ -146,8 +169,8 @@ def extra_memory(device: str, function) -> float:
     return max(0, read("VmHWM") - before)
 
 
-def processor() -> str:
-    if torch.cuda.is_available():
+def processor(device: str) -> str:
+    if device != "cpu":
         return torch.cuda.get_device_name()
     cpuinfo = Path("/proc/cpuinfo")
     match = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
@@ -168,7 +191,7 @@ def bench(args) -> str:
     shapes = parse_shapes(args.shapes) if args.shapes else shapes_of(args.preset)
     torch.manual_seed(0)
     load(ROOT / "train_gpt.py").keep_memory()  # or glibc's page faults would be in every optimizer's time
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = args.device
     grads = [torch.randn(s, device=device) for s in shapes]
     start = [torch.randn(s, device=device) * 0.02 for s in shapes]
     optimizers, states, extras = {}, {}, {}
@@ -179,16 +202,18 @@ def bench(args) -> str:
         optimizers[name] = opt = build(name, params, args)
         for _ in range(args.warmup):
             opt.step()
-        states[name] = sum(t.numel() * t.element_size() for s in opt.state.values() for t in s.values() if isinstance(t, torch.Tensor)) / MIB
+        buffers = [t for s in opt.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
+        states[name] = sum(t.numel() * t.element_size() for t in buffers) / MIB
         extras[name] = extra_memory(device, opt.step)
         opt.step()
     products, product_flops = product_seconds(shapes, device)
     times, product_times = {name: [] for name in optimizers}, []
-    for _ in range(args.rounds):
+    names = list(optimizers)
+    for i in range(args.rounds):
         product_times.append(seconds(device, products))
-        for name, opt in optimizers.items():
-            times[name].append(seconds(device, opt.step))
-    rate = product_flops / statistics.median(product_times)
+        for name in names[i % len(names):] + names[:i % len(names)]:  # nobody always comes first, or after the same one
+            times[name].append(seconds(device, optimizers[name].step))
+    rate = optim._world() * product_flops / statistics.median(product_times)
     base = "torch" if "torch" in times else args.optimizers[0]
     rows = []
     for name, t in times.items():
@@ -200,38 +225,47 @@ def bench(args) -> str:
     count = ", ".join(f"{shapes.count(s)} × {s[0]}×{s[1]}" for s in dict.fromkeys(shapes))
     return (f"matrices: {count} ({sum(a * b for a, b in shapes) / 1e6:.1f} M parameters, fp32)\n"
             f"bf16 products of these shapes: {rate / 1e12:.3f} TFLOP/s\n"
-            f"median of {args.rounds} rounds after {args.warmup} steps; ratio to {NAMES.get(base, base)}\n\n"
+            f"median of {args.rounds} rounds after {args.warmup} steps; ratio to {NAMES.get(base, base)}"
+            + ("; ours uncompiled, for want of a compiler" if None in optim._compiled else "") + "\n\n"
             + table(["optimizer", "ms", "ratio", "TFLOP/s", "rate", "state MiB", "extra MiB"], rows, args.markdown))
 
 
-NAMES = {"torch": "torch.optim.Muon", "torch-adamw": "torch.optim.AdamW (fused)", "kj": "KellerJordan SingleDeviceMuon", "dion": "dion Muon"}
+NAMES = {"torch": "torch.optim.Muon", "torch-adamw": "torch.optim.AdamW (fused)", "kj": "KellerJordan SingleDeviceMuon",
+         "dion": "dion Muon"}
 
 
 def overhead(args) -> str:
     """The paper's overhead table: a whole update of the training script, updates 10 to 10 + --updates."""
     script, last, figures = ROOT / args.script if args.script else script_of(args.preset), 10 + args.updates, {}
     base = "muon" if "muon" in args.optimizers else args.optimizers[0]
+    Path(args.out).mkdir(parents=True, exist_ok=True)
     for name in args.optimizers:
-        run = f"overhead-{args.preset}-{name}"
-        flags = dict(preset=args.preset, optimizer=name, max_iters=last, log_interval=10, eval_interval=last, checkpoint_interval=last,
-                     keep_checkpoints=1, sample_tokens=0, run_name=run, log_dir=f"{args.out}/logs", checkpoint_dir=f"{args.out}/checkpoints")
-        done = subprocess.run([sys.executable, str(script), *(f"--{k}={v}" for k, v in flags.items()), *args.rest], capture_output=True, text=True)
+        run = f"overhead-{args.preset}-{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        with tempfile.TemporaryDirectory(dir=args.out) as checkpoints:  # nobody needs them
+            flags = dict(preset=args.preset, optimizer=name, max_iters=last, log_interval=10, eval_interval=last,
+                         checkpoint_interval=last, keep_checkpoints=1, sample_tokens=0, run_name=run, log_dir=f"{args.out}/logs",
+                         checkpoint_dir=checkpoints)
+            command = [sys.executable, str(script), *args.rest, *(f"--{k}={v}" for k, v in flags.items())]
+            done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            raise UserError(f"{script.name} ended with status {done.returncode}: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
-        log = Path(f"{args.out}/logs/{run}.txt").read_text()
+            told = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            raise UserError(f"{script.name} ended with status {done.returncode}: {told}")
+        log = Path(f"{args.out}/logs/{run}.txt").read_text(encoding="utf-8")
         start, end = (float(re.search(rf"^step:{step}/{last} .*?train_time:([\d.]+)s", log, re.M)[1]) for step in (10, last))
         last_line = re.findall(r"^final .*$", log, re.M)[-1]
         get = lambda key: float(re.search(rf"{key}:([\d.]+)", last_line)[1])  # noqa: E731
         tokens = math.prod(int(re.search(rf"^--{k}=(\d+)", log, re.M)[1]) for k in ("batch_size", "block_size"))
-        figures[name] = (tokens * args.updates / (end - start), 1000 * (end - start) / args.updates, get("peak_memory_mib"), get("optimizer_state_mib"))
-    rows = [[name, *(f"{value:{form}} ({100 * (value / ref - 1):+.1f} %)" for value, ref, form in zip(f, figures[base], (",.0f", ".1f", ",.0f", ",.1f")))]
-            for name, f in figures.items()]
+        figures[name] = (tokens * args.updates / (end - start), 1000 * (end - start) / args.updates, get("peak_memory_mib"),
+                         get("optimizer_state_mib"))
+    forms = (",.0f", ".1f", ",.0f", ",.1f")
+    rows = [[name, *(f"{value:{form}} ({100 * (value / ref - 1):+.1f} %)" for value, ref, form in zip(of_name, figures[base], forms))]
+            for name, of_name in figures.items()]
     return (f"preset {args.preset} of {script.name} {' '.join(args.rest)}: updates 10 to {last}; in brackets the difference to {base}\n\n"
             + table(["optimizer", "tokens/s", "ms per update", "peak MiB", "state MiB"], rows, args.markdown))
 
 
 def main(argv: list[str]) -> str:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--preset", default="gpt2-small", help="of train_gpt.py or train_llama.py: its matrices")
     parser.add_argument("--shapes", default="", help="instead of a preset: ROWSxCOLUMNS:COUNT,...")
     parser.add_argument("--optimizers", type=lambda s: s.split(","), default=None, help="torch, torch-adamw, adamw, kj, dion, and variants")
@@ -239,15 +273,22 @@ def main(argv: list[str]) -> str:
     parser.add_argument("--dion", default="", help="a clone of microsoft/dion")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=2, help="steps before the first round")
-    parser.add_argument("--device", default="")
+    parser.add_argument("--device", default="", choices=["cpu", "cuda"])
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--overhead", action="store_true", help="time whole updates of the training script")
     parser.add_argument("--updates", type=int, default=200, help="of --overhead, after the first 10")
     parser.add_argument("--script", default="", help="of --overhead, where both scripts have the preset")
-    parser.add_argument("--out", default="bench", help="folder for what the runs of --overhead leave")
+    parser.add_argument("--out", default="bench", help="folder for the logs of --overhead")
     args, args.rest = parser.parse_known_args(argv)
     if args.rest and not args.overhead:
         raise UserError(f"{args.rest[0]} is no option here; --overhead passes what it does not know to the training script")
+    if min(args.rounds, args.warmup, args.updates) < 1:
+        raise UserError("--rounds, --warmup and --updates are at least 1")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device=cuda: this torch finds no GPU; leave the flag out, or give --device=cpu")
+    if args.overhead and args.device:
+        args.rest.append(f"--device={args.device}")
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if args.optimizers is None:
         args.optimizers = ["muon", "muon-nsr", "muon-vs"] if args.overhead else (
             ["torch"] + ["kj"] * bool(args.kj) + ["dion"] * bool(args.dion) + ["muon", "muon-nsr", "muon-vs"])
@@ -259,8 +300,11 @@ def main(argv: list[str]) -> str:
             raise UserError(f"--optimizers={name} needs --{name}=PATH of a clone")
     if "RANK" in os.environ and not args.overhead:
         torch.set_num_threads(max(1, os.cpu_count() // int(os.environ["LOCAL_WORLD_SIZE"])))
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    head = f"{processor()}, {torch.get_num_threads()} threads a rank, {optim._world()} ranks; torch {torch.__version__}, Python {platform.python_version()}\n"
+        if args.device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+    head = (f"{processor(args.device)}, {torch.get_num_threads()} threads a rank, {optim._world()} ranks; torch {torch.__version__}, "
+            f"Python {platform.python_version()}\n")
     return head + (overhead(args) if args.overhead else bench(args))
 
 

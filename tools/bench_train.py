@@ -217,7 +217,7 @@ def waiting(collective, clock: Clock):
     """A collective whose own time, and that of wait() on what it returns, is communication."""
     def timed(call):
         def timed_call(*args, **kwargs):
-            before = clock.stamps[-1][0] if clock.stamps else "other"
+            before = clock.stamps[-1][0].replace("update", "other") if clock.stamps else "other"  # an update ends but once
             clock.tick("communication")
             result = call(*args, **kwargs)
             clock.tick(before)
@@ -384,7 +384,8 @@ def modded(path: Path, folder: Path, updates: int = 40, tokens: int = 8 * 64 * 1
                 clock[int(found[1])] = float(found[2])
             if updates in clock:
                 seconds = (clock[updates] - clock[10]) / (updates - 10)
-                return f"modded-nanogpt's train_gpt_simple.py: {tokens / seconds:,.0f} tokens/s, {1000 * seconds:.1f} ms/update of {tokens:,} tokens"
+                return (f"modded-nanogpt's train_gpt_simple.py: {tokens / seconds:,.0f} tokens/s, {1000 * seconds:.1f} ms/update of "
+                        f"{tokens:,} tokens")
         raise UserError(f"modded-nanogpt's train_gpt_simple.py ended early: {line.strip()[:300]}")
     finally:
         os.killpg(process.pid, signal.SIGKILL)
@@ -423,7 +424,8 @@ def main(argv: list[str]) -> str:
     with tempfile.TemporaryDirectory() as temporary:
         folder, data = Path(temporary), Path(t.data_dir).resolve()
         names = {t.dataset, t.val_dataset or t.dataset}
-        prepared = all(list((data / name).glob(f"*_{split}_*.bin")) for name, split in ((t.dataset, "train"), (t.val_dataset or t.dataset, "val")))
+        needed = (t.dataset, "train"), (t.val_dataset or t.dataset, "val")
+        prepared = all(list((data / name).glob(f"*_{split}_*.bin")) for name, split in needed)
         if not prepared:
             data = folder / "data"
             for name in names:
@@ -438,7 +440,8 @@ def main(argv: list[str]) -> str:
                 *flags, f"--optimizer={optimizer}", f"--run_name={optimizer}-{ranks}"]))
                 for ranks in args.ranks.split(",") for optimizer in args.optimizers.split(",")]
         if args.nanogpt:
-            jobs += [(f"nanoGPT {'bf16' if bf16 else 'fp32'}", 1, dict(kind="nanogpt", nanogpt=str(Path(args.nanogpt).resolve()), bf16=bf16, flags=flags))
+            clone = str(Path(args.nanogpt).resolve())
+            jobs += [(f"nanoGPT {'bf16' if bf16 else 'fp32'}", 1, dict(kind="nanogpt", nanogpt=clone, bf16=bf16, flags=flags))
                      for bf16 in ([True] if gpu else [False, True])]
         if not gpu:
             jobs += [("matmul", 1, dict(kind="matmul", flags=flags))]
@@ -467,7 +470,8 @@ def main(argv: list[str]) -> str:
                      f"{first['flops'] / 1e6:.2f} MFLOP a token",
             "update": f"{t.batch_size} x {t.block_size} tokens, micro-batches of {t.micro_batch_size or 'batch / ranks'}; data: "
                       f"{t.dataset if prepared else 'random tokens'}",
-            "blocks": f"{args.rounds} of {args.updates} updates after one that does not count, interleaved; {args.warmup} updates of warm-up"}
+            "blocks": f"{args.rounds} of {args.updates} updates after one that does not count, interleaved; {args.warmup} updates of "
+                      "warm-up"}
         lines = [*(f"    {key}: {fact}" for key, fact in facts.items()), "", table(rows, t.batch_size * t.block_size, rate)]
         if args.modded:
             lines += ["", modded(Path(args.modded), folder / "modded")]

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# Every run of this folder, about an hour on 2 cores: from the repository's root, bash records/small/run.sh search (then choose), then seeds
+# Every run of this folder, about an hour on 2 cores: from the repository's root, bash records/small/run.sh search, then seeds gamma ns_steps bf16
 set -euo pipefail
 size="--n_layer=2 --n_embd=128 --n_head=2 --block_size=128 --max_iters=200 --warmup_iters=10 --adam_lr=0.005 --val_tokens=65536
       --eval_interval=40 --sample_tokens=0 --keep_checkpoints=1 --device=cpu --checkpoint_dir=/tmp/small"
-sweep() { python tools/sweep.py "$@" $size --jobs="${JOBS:-2}"; }
+sweep() { python tools/sweep.py "$@" $size --jobs="${JOBS:-2}" < /dev/null; }
 all=adamw,muon,adamuon,normuon,muon2,muon-nsr,muon-vs
-case $1 in
-search)  # the same five learning rates for everyone, a seed that is not reported
+for what; do case $what in
+search)  # the same five learning rates for everyone, a seed that is not reported; adamw's best was the lowest, so it got two more
   for script in gpt llama; do
     sweep train_$script.py --optimizer=$all,muon-nsr-post --learning_rate=0.0025,0.005,0.01,0.02,0.04 --seed=101 --log_dir=logs/small/$script-search
+    sweep train_$script.py --optimizer=adamw --learning_rate=0.000625,0.00125 --seed=101 --log_dir=logs/small/$script-search
   done;;
 seeds)   # each at the learning rate that was best in the search
   while read -r script optimizer lr; do
@@ -16,10 +17,13 @@ seeds)   # each at the learning rate that was best in the search
   done < records/small/chosen.txt;;
 gamma)   # γ = 1000 is among the seeds
   lr=$(awk '$1 == "gpt" && $2 == "muon-nsr" {print $3}' records/small/chosen.txt)
-  sweep train_gpt.py --optimizer=muon-nsr --learning_rate=$lr --gamma=1,10,100,10000 --seed=1..8 --log_dir=logs/small/gpt;;
+  sweep train_gpt.py --optimizer=muon-nsr --learning_rate=$lr --gamma=1,10,100,10000 --seed=1..4 --log_dir=logs/small/gpt;;
 ns_steps)  # K = 5 is among the seeds
   for optimizer in muon muon-vs; do
     lr=$(awk -v o=$optimizer '$1 == "gpt" && $2 == o {print $3}' records/small/chosen.txt)
-    sweep train_gpt.py --optimizer=$optimizer --learning_rate=$lr --ns_steps=3,4 --seed=1..8 --log_dir=logs/small/gpt
+    sweep train_gpt.py --optimizer=$optimizer --learning_rate=$lr --ns_steps=3,4 --seed=1..4 --log_dir=logs/small/gpt
   done;;
-esac
+bf16)    # parameters and state in bf16, rounded to nearest or stochastically; fp32 is among the seeds
+  lr=$(awk '$1 == "llama" && $2 == "muon-vs" {print $3}' records/small/chosen.txt)
+  sweep train_llama.py --optimizer=muon-vs --learning_rate=$lr --param_dtype=bfloat16 --stochastic_rounding=false,true --seed=1..4 --log_dir=logs/small/llama-bf16;;
+esac; done
