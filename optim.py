@@ -204,7 +204,7 @@ LARGEST = 1e15  # gradients are clamped here, so that the squares and sums that 
 def _before(proxy, G, S, h, X):
     """Gradient and state to the normalised proxy X, lying if it is tall, in Newton-Schulz's dtype. Returns which G are finite."""
     ok = torch.isfinite(G.abs().amax((-2, -1), keepdim=True))
-    proxied, new = proxy(_clean(G, ok), {name: s.to(_compute_dtype(s)) for name, s in S.items()}, h)
+    proxied, new = proxy(_clean(G, ok), _upcast(S), h)
     _store(S, new, ok)
     X.copy_(_wide(_normalise(proxied, h.ns_eps)))
     return ok
@@ -214,7 +214,7 @@ def _after(after, W, O, G, S, h, noise, ok):
     """Line 14: W <- W (1 - ηλ) - η s O."""
     O = (O.mT if W.size(-2) > W.size(-1) else O).to(_compute_dtype(W))
     if after is not None:
-        O, new = after(O, _clean(G, ok), {name: s.to(_compute_dtype(s)) for name, s in S.items()}, h)
+        O, new = after(O, _clean(G, ok), _upcast(S), h)
         _store(S, new, ok)
     scale = h.scale if h.scale is not None else 0.2 * math.sqrt(O.size(-2) * O.size(-1)) / _frobenius(O).clamp_min(1e-30)
     _write(W, W.to(O.dtype) * (1 - h.lr * h.weight_decay) - h.lr * scale * O, noise, ok)
@@ -222,7 +222,7 @@ def _after(after, W, O, G, S, h, noise, ok):
 
 def _adamw(W, G, S, lr, weight_decay, beta1, beta2, bias1, bias2, eps, noise, ok):
     """AdamW (Loshchilov & Hutter, 2019) for one tensor of any shape."""
-    G, old = _clean(G, ok), {name: s.to(_compute_dtype(s)) for name, s in S.items()}
+    G, old = _clean(G, ok), _upcast(S)
     M = beta1 * old["exp_avg"] + (1 - beta1) * G
     V = beta2 * old["exp_avg_sq"] + (1 - beta2) * G**2
     _store(S, {"exp_avg": M, "exp_avg_sq": V}, ok)
@@ -231,6 +231,10 @@ def _adamw(W, G, S, lr, weight_decay, beta1, beta2, bias1, bias2, eps, noise, ok
 
 def _clean(G, ok):
     return torch.where(ok, G, 0).to(_compute_dtype(G)).clamp(-LARGEST, LARGEST)
+
+
+def _upcast(S):
+    return {name: s.to(_compute_dtype(s)) for name, s in S.items()}
 
 
 def _store(S, new, ok):

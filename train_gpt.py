@@ -8,7 +8,7 @@ Trains a GPT-2 (pre-norm, RoPE, no biases, untied head) with Muon-VS or any opti
     torchrun --standalone --nproc_per_node=8 --max-restarts=3 train_gpt.py --preset=gpt2-medium --resume=auto
 
 Every hyperparameter is a global below; --name=value overrides it. --help lists them. The demo ends with a line
-"final val_loss:..." (in nats per byte) and a sample; on 2 CPU cores with bf16 it trains for about 4 minutes.
+"final val_loss:..." (in nats per byte) and a sample; on 2 CPU cores with bf16 it trains for about 2 minutes.
 Shapes: B sequences of a micro-batch, T tokens, D model width, H heads, K head width, V vocabulary.
 """
 import contextlib

@@ -15,8 +15,8 @@ on all ranks here and now; fewer operations give more than 100 %. state: what th
 memory that a step takes on top of parameters, gradients and state.
 """
 import argparse
+import contextlib
 import ctypes
-import importlib.util
 import math
 import os
 import platform
@@ -33,31 +33,16 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 import optim  # noqa: E402
+from bench_train import UserError, forget_peak, load, peak  # noqa: E402
 
 MIB = 2**20
-
-
-class UserError(Exception):
-    """A mistake of the user: one line with what was found, what was expected and the command that mends it."""
 
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise UserError(f"{message}; see: python tools/bench_optim.py --help")
-
-
-def load(path: str | Path):
-    """The module in this Python file."""
-    path = Path(path)
-    if not path.is_file():
-        raise UserError(f"{path} is not there; give the path of a Python file")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.parent))
-    spec.loader.exec_module(module)
-    return module
 
 
 def script_of(preset: str) -> Path:
@@ -101,7 +86,7 @@ def build(name: str, params: list, args):
         if name == "kj":
             for p in params:
                 p.grad = p.grad.clone()  # it writes into gradients
-            return load(args.kj).SingleDeviceMuon(params, momentum=0.95, **how)
+            return load(Path(args.kj)).SingleDeviceMuon(params, momentum=0.95, **how)
         if name == "dion":
             sys.path.insert(0, args.dion)
             from dion import Muon as DionMuon
@@ -151,30 +136,16 @@ def product_seconds(shapes, device: str):
 
 def extra_memory(device: str, function) -> float:
     """MiB that `function` takes at its peak on top of what there was; on a CPU Linux counts them."""
-    if device != "cpu":
-        synchronise(device)
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        function()
-        synchronise(device)
-        return (torch.cuda.max_memory_allocated() - before) / MIB
-    try:
-        ctypes.CDLL("libc.so.6").malloc_trim(0)  # or what it takes would already be there
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return float("nan")
-    read = lambda key: int(re.search(rf"{key}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024  # noqa: E731
-    before = read("VmRSS")
+    gpu = device != "cpu"
+    if not gpu:
+        with contextlib.suppress(OSError):
+            ctypes.CDLL("libc.so.6").malloc_trim(0)  # or what it takes would already be there
+    synchronise(device)
+    forget_peak(gpu)  # the peak is then what there is now
+    before = peak(gpu)
     function()
-    return max(0, read("VmHWM") - before)
-
-
-def processor(device: str) -> str:
-    if device != "cpu":
-        return torch.cuda.get_device_name()
-    cpuinfo = Path("/proc/cpuinfo")
-    match = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
-    return match[1] if match else platform.processor()
+    synchronise(device)
+    return math.nan if before is None else (peak(gpu) - before) / MIB
 
 
 def table(header: list[str], rows: list[list[str]], markdown: bool) -> str:
@@ -303,7 +274,8 @@ def main(argv: list[str]) -> str:
         if args.device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
-    head = (f"{processor(args.device)}, {torch.get_num_threads()} threads a rank, {optim._world()} ranks; torch {torch.__version__}, "
+    where = torch.cuda.get_device_name() if args.device == "cuda" else load(ROOT / "train_gpt.py").cpu_name()
+    head = (f"{where}, {torch.get_num_threads()} threads a rank, {optim._world()} ranks; torch {torch.__version__}, "
             f"Python {platform.python_version()}\n")
     return head + (overhead(args) if args.overhead else bench(args))
 

@@ -10,7 +10,7 @@ Python's standard library, over and over, as the documents of a parquet file. Ea
 the bare loop with all text in memory, and prepare.py as a command, from its start to the manifest. On a machine that
 does other work the rates per CPU second say more. Needs the gpt2 vocabulary (TIKTOKEN_CACHE_DIR). The last line:
 
-    prepare.py with 2 workers: 25.3 MB/s, 1.90 x the 13.3 MB/s of one bare thread
+    prepare.py with 2 workers: 27.6 MB/s, 1.80 x the 15.4 MB/s of one bare thread
 
 --loader times the reading of an update's whole batch, shuffled, from a file that the system caches. For the demo that
 is with the inputs and targets of a CPU's training step, as a share of such a step (the step_avg of --log, which should

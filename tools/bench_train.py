@@ -56,6 +56,8 @@ class Done(BaseException):
 
 def load(path: Path):
     """A module by its path; the imports beside it are found."""
+    if not path.is_file():
+        raise UserError(f"{path} is not there; give the path of a Python file")
     sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(path.stem + "_under_test", path)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
