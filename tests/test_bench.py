@@ -48,7 +48,7 @@ def bench(tmp_path, monkeypatch):
 
 def test_the_table_has_every_row_and_its_figures_agree(bench, tmp_path):
     (tmp_path / "model.py").write_text(NANOGPT)
-    text = bench.main([*SMALL, "--compile=false", "--optimizers=muon-vs", "--ranks=1,2", "--nanogpt=.", "--rounds=2", "--updates=2", "--warmup=1"])
+    text = bench.main([*SMALL, "--compile=false", "--dtype=bfloat16", "--optimizers=muon-vs", "--ranks=1,2", "--nanogpt=.", "--rounds=2", "--updates=2", "--warmup=1"])
     environment, markdown = text.split("\n\n")
     for key in ("command", "cpu", "matmul", "versions", "model", "update", "blocks"):
         assert re.search(rf"^    {key}: \S", environment, re.M), environment

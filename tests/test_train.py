@@ -142,6 +142,51 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
+# ---------------------------------------------------------------------------------------------------------------------- attention
+def attention_in_float64(q, k, v):
+    """Row by row: each query sees the keys up to its own place."""
+    y = torch.empty_like(q, dtype=torch.float64)
+    for t in range(q.size(2)):
+        scores = torch.einsum("bhk,bhsk->bhs", q[:, :, t].double(), k[:, :, :t + 1].double()) / q.size(3) ** 0.5
+        y[:, :, t] = torch.einsum("bhs,bhsk->bhk", torch.softmax(scores, -1), v[:, :, :t + 1].double())
+    return y
+
+
+@pytest.mark.parametrize("length", [1, 2, 127, 128, 129, 300, 512, 520])  # parts are 128 long; above 512 torch's kernel takes over
+def test_attention_is_causal_softmax(length):
+    torch.manual_seed(length)
+    q, k, v, gradient = (torch.randn(2, 2, length, 8, requires_grad=i < 3) for i in range(4))
+    ours, expected = fresh().attend(q, k, v), attention_in_float64(q, k, v)
+    torch.testing.assert_close(ours.double(), expected, rtol=0, atol=5e-6)  # fp32: 40 times its epsilon, for sums of 512
+    for name, a, b in zip("qkv", torch.autograd.grad(ours, (q, k, v), gradient), torch.autograd.grad(expected, (q, k, v), gradient.double())):
+        torch.testing.assert_close(a, b.float(), rtol=0, atol=2e-5, msg=lambda m: f"gradient of {name}: {m}")
+
+
+def test_attention_survives_huge_scores_and_a_future_above_the_past():
+    """Scores of 1e4 overflow e^x, and a later key's score far above all earlier ones must not push those to 0 / 0."""
+    q, k, v = torch.ones(1, 1, 200, 4), torch.ones(1, 1, 200, 4), torch.randn(1, 1, 200, 4)
+    k[:, :, 150] = 1e4
+    y = fresh().attend(q, k, v)
+    torch.testing.assert_close(y.double(), attention_in_float64(q, k, v), rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_attention_in_bf16_is_as_exact_as_the_textbooks(compiled):
+    torch.manual_seed(0)
+    q, k, v, gradient = (torch.randn(2, 4, 256, 64).bfloat16().requires_grad_(i < 3) for i in range(4))
+    ours = fresh().attend
+    theirs = lambda q, k, v: torch.softmax(q / 8 @ k.mT + torch.full((256, 256), -math.inf).bfloat16().triu(1), -1) @ v
+    expected = attention_in_float64(q, k, v)
+    exact = [expected, *torch.autograd.grad(expected, (q, k, v), gradient.double())]
+
+    def errors(attend):
+        y = attend(q, k, v)
+        return [(a.double() - b).norm() / b.norm() for a, b in zip((y, *torch.autograd.grad(y, (q, k, v), gradient)), exact)]
+
+    for name, a, b in zip("yqkv", errors(torch.compile(ours, dynamic=False) if compiled else ours), errors(theirs)):
+        assert a < 1.3 * b, (name, a, b)  # both round scores and weights to bf16; uncompiled ours also scores less their maximum
+
+
 # ---------------------------------------------------------------------------------------------------------------------- ranks
 def work(jobs: list[dict]) -> None:
     """One rank: trains with each job's flags; leaves gradients, batches and error messages in NAME.rankR.pt."""

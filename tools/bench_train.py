@@ -281,12 +281,12 @@ def train_nanogpt(t, job: dict, where: torch.device, clock: Clock) -> None:
 
 
 def multiply(t, job: dict, where: torch.device, clock: Clock) -> None:
-    """The products of one micro-batch with every weight, forward and backward, in bf16 and nothing else."""
+    """The products of one micro-batch with every weight, forward and backward, and nothing else."""
     with torch.device("meta"):
         model = t.Model(t.vocab_size or -(-t.Shards(t.dataset, "train").vocab // 64) * 64)
     shapes = Counter(tuple(m.weight.shape) for m in model.modules() if isinstance(m, torch.nn.Linear))
     tokens = (t.micro_batch_size or t.batch_size) * t.block_size
-    factors = {shape: [torch.randn(size, device=where, dtype=torch.bfloat16) for size in (shape, (tokens, shape[1]), (tokens, shape[0]))]
+    factors = {shape: [torch.randn(size, device=where).to(torch.bfloat16 if job["bf16"] else torch.float32) for size in (shape, (tokens, shape[1]), (tokens, shape[0]))]
                for shape in shapes}
     clock.facts = lambda: {"flops": 6 * tokens * sum(n * rows * columns for (rows, columns), n in shapes.items())}
     clock.wait()
@@ -345,7 +345,7 @@ def table(rows: list[Row], tokens: int, rate: float | None) -> str:
     flops, hardware_peak = rows[0].blocks[-1]["flops"], rows[0].blocks[-1]["hardware_peak"]
     bases = [row for row in rows if row.job["kind"] == "nanogpt"] or rows[:1]
     head = ["step", "ranks x threads", "tokens/s", "lowest-highest block", "ms/update", *(f"x {base.title}" for base in bases),
-            "of the bf16 matmul rate" if rate else "MFU", "peak MiB", "estimate MiB", "state MiB",
+            "of the matmul rate" if rate else "MFU", "peak MiB", "estimate MiB", "state MiB",
             *(f"{phase} %" for phase in PHASES), "first validation s", "loop begins s"]
     lines = ["| " + " | ".join(head) + " |", "|---|---|" + "---:|" * (len(head) - 2)]
     for row in rows:
@@ -436,6 +436,7 @@ def main(argv: list[str]) -> str:
         quiet = ["log_interval", "eval_interval", "checkpoint_interval", "max_iters"]
         flags += [*(f"--{name}=1000000000" for name in quiet), f"--val_tokens={t.block_size}", "--check_shards=false", f"--data_dir={data}",
                   f"--log_dir={folder}", f"--checkpoint_dir={folder}"]
+        autocast = gpu or "bfloat16" in (t.dtype, t.param_dtype) or t.dtype == "auto" and t.fast_bf16(torch.device("cpu"))
         job = dict(script=str(script), folder=temporary, rounds=args.rounds, updates=args.updates, warmup=args.warmup)
         several = len(args.ranks.split(",")) > 1
         jobs = [(f"{optimizer} x{ranks}" if several else optimizer, int(ranks), dict(kind="script", flags=[
@@ -444,9 +445,9 @@ def main(argv: list[str]) -> str:
         if args.nanogpt:
             clone = str(Path(args.nanogpt).resolve())
             jobs += [(f"nanoGPT {'bf16' if bf16 else 'fp32'}", 1, dict(kind="nanogpt", nanogpt=clone, bf16=bf16, flags=flags))
-                     for bf16 in ([True] if gpu else [False, True])]
+                     for bf16 in (False, True) if (autocast if bf16 else not gpu)]
         if not gpu:
-            jobs += [("matmul", 1, dict(kind="matmul", flags=flags))]
+            jobs += [("matmul", 1, dict(kind="matmul", bf16=autocast, flags=flags))]
         rows = [Row(i, title, {**job, **own}, ranks) for i, (title, ranks, own) in enumerate(jobs)]
         load_before = os.getloadavg()[0]
         try:
@@ -466,7 +467,7 @@ def main(argv: list[str]) -> str:
             "cpu": f"{t.cpu_name()}, {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores, "
                    f"load average {load_before:.2f} before and {os.getloadavg()[0]:.2f} after",
             **({"gpu": torch.cuda.get_device_name()} if gpu else
-               {"matmul": f"{rate / 1e9:,.0f} GFLOP/s in bf16 on the shapes of the weights and a micro-batch, forward and backward"}),
+               {"matmul": f"{rate / 1e9:,.0f} GFLOP/s in {'bf16' if autocast else 'fp32'} on the shapes of the weights and a micro-batch, forward and backward"}),
             "versions": f"python {platform.python_version()}, torch {torch.__version__}, {platform.platform()}",
             "model": f"{args.script}, {first['parameters']:,} parameters, {t.n_layer} layers, {t.n_head} heads, {t.n_embd} wide, "
                      f"{first['flops'] / 1e6:.2f} MFLOP a token",
