@@ -13,6 +13,7 @@ Shapes: W, G, M, Γ are (..., m, n), m the output and n the input dimension. Sym
 λ weight decay, γ the coefficient of Muon-NSR, ε the gates' stabiliser, hat bias-corrected, tilde with Nesterov's lookahead.
 """
 import math
+import operator
 import types
 import warnings
 from typing import Callable, NamedTuple
@@ -20,6 +21,7 @@ from typing import Callable, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Newton-Schulz
@@ -343,14 +345,15 @@ class _Sharded(torch.optim.Optimizer):
                 loss = closure()
         finite, exchanges = [], []
         for group, bucket in self._layout():
-            mine = [p for p in bucket if p.grad is not None and len(self._own(p, p))]
+            mine = [p for p in bucket if p.grad is not None and operator.lt(*self._ranges[p][_rank()])]
             for p in mine:
                 if p not in self.state:
                     self.state[p] = self._new_state(group, p)
                 self.state[p]["step"] += 1
             if mine:
                 finite += self._update(group, mine)
-            exchanges.append(self._exchange(bucket, [self._own(p, p.detach()) for p in bucket]))
+            if _world() > 1:
+                exchanges.append(self._exchange(bucket, [self._own(p, p.detach()) for p in bucket]))
         for received in exchanges:
             for p, start, stop, units in received():
                 self._units(p.detach())[start:stop].copy_(units)
@@ -365,7 +368,7 @@ class _Sharded(torch.optim.Optimizer):
         """Starts to send `own`, this rank's units of each of `params`, to all. Returns a function that waits for it and gives
         [(parameter, start, stop, units)] of the other ranks; it holds the tensors and the Work until then."""
         ranges = [[self._ranges[p][r] for p in params] for r in range(_world())]
-        if all(of_rank == ranges[0] for of_rank in ranges):  # one rank, or every rank does it all
+        if all(of_rank == ranges[0] for of_rank in ranges):  # every rank does it all
             return lambda: []
         most = max(sum(stop - start for start, stop in of_rank) for of_rank in ranges)
         mine = torch.cat(own)
@@ -627,12 +630,28 @@ class AdamW(_Sharded):
                               for name in ("exp_avg", "exp_avg_sq")}}
 
     def _update(self, group, params):
+        W, G = ([self._own(p, t) for p, t in zip(params, tensors)] for tensors in ([p.detach() for p in params], [p.grad for p in params]))
+        M, V = ([self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq"))
+        if W[0].device.type == "cpu" and W[0].dtype == M[0].dtype == V[0].dtype in (torch.float32, torch.float64):
+            return self._fused(group, params, W, G, M, V)
         finite = []
-        for p in params:
-            S, W = {name: self.state[p][name] for name in ("exp_avg", "exp_avg_sq")}, self._own(p, p.detach())
+        for p, w, g, m, v in zip(params, W, G, M, V):
             ok = torch.isfinite(p.grad.amin()) & torch.isfinite(p.grad.amax())  # of all rows, so that all ranks agree
             hyper = (group["lr"], group["weight_decay"], *group["betas"], *(1 - b ** self.state[p]["step"] for b in group["betas"]))
-            _run(group["compile"], _adamw, W, self._own(p, p.grad), S, *(_scalar(v, p) for v in hyper), group["eps"],
-                 _noise(group, W), ok)
+            _run(group["compile"], _adamw, w, g, dict(exp_avg=m, exp_avg_sq=v), *(_scalar(x, p) for x in hyper), group["eps"],
+                 _noise(group, w), ok)
             finite.append(ok)
         return finite
+
+    def _fused(self, group, params, *tensors):
+        """torch's own pass over several tensors: on a CPU calling a compiled graph takes longer than updating a small one."""
+        gradients = [p.grad for p in params]
+        ok = [True] * len(params)
+        if not torch.nn.utils.get_total_norm(gradients).isfinite():  # which finite ones too large to be squared bring about as well
+            ok = [bool(torch.isfinite(g).all()) for g in gradients]
+        steps = [torch.tensor(self.state[p]["step"] - 1.0) for p in params]  # it counts up itself
+        W, G, M, V, steps = ([t for t, fine in zip(ts, ok) if fine] for ts in (*tensors, steps))
+        if W:
+            adamw(W, G, M, V, [], steps, fused=True, amsgrad=False, maximize=False, beta1=group["betas"][0],
+                  beta2=group["betas"][1], lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"])
+        return [torch.tensor(ok)]

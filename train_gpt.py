@@ -1140,7 +1140,9 @@ def train() -> dict:
         grads = [p.grad for p in parameters if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads)
         scale = (grad_clip / (norm + 1e-6)).clamp(max=1) if grad_clip else torch.ones_like(norm)
-        torch._foreach_mul_(grads, torch.where(norm.isfinite(), scale, math.nan))
+        scale = torch.where(norm.isfinite(), scale, math.nan)
+        if where.type == "cuda" or scale != 1:  # a CPU need not pass over memory once more; a GPU would have to wait to know
+            torch._foreach_mul_(grads, scale)
         return norm
 
     def optimize(factor: float) -> None:
