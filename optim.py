@@ -69,15 +69,16 @@ def _iterate(X: Tensor, steps: int) -> Tensor:
     m, n = X.shape[-2:]
     Y = torch.empty_like(X)
     mu, pair = 1 / m, False
-    while steps > 0:
-        E = X @ X.mT
-        E.diagonal(dim1=-2, dim2=-1).sub_(mu)
-        z, F = _polynomial(mu, E)
-        if pair := n >= 2 * m and steps > 1 and not pair:
-            z2, F2 = _polynomial(*_product(*_product(mu, E, z, F), z, F))
-            z, F = _product(z, F, z2, F2)
-        X, Y, mu = torch.baddbmm(X, F, X, beta=z, out=Y), X, 0.2
-        steps -= 1 + pair
+    with torch.autocast(X.device.type, enabled=False):  # the caller's, if any: the precision is X's
+        while steps > 0:
+            E = X @ X.mT
+            E.diagonal(dim1=-2, dim2=-1).sub_(mu)
+            z, F = _polynomial(mu, E)
+            if pair := n >= 2 * m and steps > 1 and not pair:
+                z2, F2 = _polynomial(*_product(*_product(mu, E, z, F), z, F))
+                z, F = _product(z, F, z2, F2)
+            X, Y, mu = torch.baddbmm(X, F, X, beta=z, out=Y), X, 0.2
+            steps -= 1 + pair
     return X
 
 
@@ -345,6 +346,8 @@ class _Sharded(torch.optim.Optimizer):
                 loss = closure()
         finite, exchanges = [], []
         for group, bucket in self._layout():
+            if any(p.grad is not None and p.grad.is_sparse for p in bucket):
+                raise RuntimeError(f"{type(self).__name__} takes dense gradients, found a sparse one: build nn.Embedding with sparse=False")
             mine = [p for p in bucket if p.grad is not None and operator.lt(*self._ranges[p][_rank()])]
             for p in mine:
                 if p not in self.state:

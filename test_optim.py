@@ -602,6 +602,24 @@ def test_schedulers_groups_and_add_param_group():
     torch.optim.lr_scheduler.OneCycleLR(Muon(parameters((4, 4)), compile=False), max_lr=0.1, total_steps=10, cycle_momentum=False)
 
 
+def test_an_autocast_around_a_step_changes_no_bit():
+    results = []
+    for enabled in (False, True):
+        (p,) = parameters((48, 24))
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            run(Muon([p], lr=0.1, ns_dtype=torch.float32, compile=False), [p], 2)
+        results.append(p.detach().clone())
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("optimizer", [Muon, AdamW])
+def test_a_sparse_gradient_is_refused(optimizer):
+    embedding = torch.nn.Embedding(10, 4, sparse=True)
+    embedding(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(RuntimeError, match="found a sparse one: build nn.Embedding with sparse=False"):
+        optimizer(embedding.parameters()).step()
+
+
 def test_closure_deepcopy_pickle_and_zero_grad():
     p = parameters((24, 16))[0]
     opt = Muon([p], lr=0.02, compile=False)

@@ -79,7 +79,7 @@ def test_a_block_is_its_updates_but_the_first(bench, tmp_path):
 
 
 @pytest.mark.parametrize("flags, message", [
-    (["--n_layr=3"], "did you mean --n_layer"), (["--optimizers=sgd"], "--optimizer=sgd is unknown"), (["--script=x.py"], "there is no"),
+    (["--n_layr=3"], "did you mean --n_layer"), (["--optimizers=sgd"], "--optimizer=sgd is unknown"), (["--script=x.py"], "there is no"), (["--script=optim.py"], "no training script"),
     (["--nanogpt=nowhere"], "expected a clone of karpathy/nanoGPT"), (["--rounds=0"], "at least 1"), (["--ranks=1;2"], "a list such as 1,2,4"),
     (["--modded=nowhere", "--device=cpu"], "needs a GPU"), (["--n_layer=1", "--n_head=3", "--device=cpu"], "expected an even whole number")])
 def test_mistakes_get_one_line(bench, flags, message):

@@ -358,6 +358,12 @@ def test_sample_from_the_command_line(run, capsys):
     assert done.returncode == 1 and re.fullmatch("sample.py: error: there is no nowhere; expected .*\n", done.stderr)
 
 
+def test_a_model_that_transformers_does_not_know_is_one_line(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "unheard-of"}')
+    with pytest.raises(sample.UserError, match="is no model that transformers loads: .*unheard-of.*; expected an export: python tools/export_hf.py"):
+        sample.main([str(tmp_path)])
+
+
 def test_bad_input_to_sample_is_one_line(run, monkeypatch, capsys):
     for flag in ("--top_p=0", "--top_k=-1", "--temperature=-1", "--max_new_tokens=0"):
         assert f"found {flag}" in fails(capsys, sample, [run("gpt"), flag])

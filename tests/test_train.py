@@ -142,6 +142,13 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
+# ---------------------------------------------------------------------------------------------------------------------- faults
+def test_faults():
+    """The short form of fault_injection.py, of which the long one kills 50 times. First here: nothing else takes as long."""
+    done = subprocess.run([sys.executable, ROOT / "tests/fault_injection.py", "--short"], capture_output=True, text=True)
+    assert done.returncode == 0 and re.search(r"faults injected \d\d, runs lost 0\n$", done.stdout), done.stdout[-3000:] + done.stderr[-2000:]
+
+
 # ---------------------------------------------------------------------------------------------------------------------- attention
 def attention_in_float64(q, k, v):
     """Row by row: each query sees the keys up to its own place."""
@@ -882,12 +889,6 @@ def test_the_watch_names_the_rank_that_is_dead_or_slow(what, monkeypatch):
     watch.done.set()
     watch.join()
     assert len(ended) == 1 and ended[0].startswith("rank 2 on node2 " + {"silent": "gave no sign of life", "late": "kept the others waiting"}[what])
-
-
-def test_faults():
-    """The short form of fault_injection.py, of which the long one kills 50 times."""
-    done = subprocess.run([sys.executable, ROOT / "tests/fault_injection.py", "--short"], capture_output=True, text=True)
-    assert done.returncode == 0 and re.search(r"faults injected \d\d, runs lost 0\n$", done.stdout), done.stdout[-3000:] + done.stderr[-2000:]
 
 
 if __name__ == "__main__":

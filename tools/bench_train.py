@@ -411,6 +411,8 @@ def main(argv: list[str]) -> str:
     if min(args.rounds, args.updates, args.warmup) < 1 or not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", args.ranks):
         raise UserError("--rounds, --updates and --warmup are at least 1, --ranks is a list such as 1,2,4")
     t = load(script)
+    if not hasattr(t, "build_optimizers"):
+        raise UserError(f"--script={args.script} is no training script; expected train_gpt.py, train_llama.py or a copy of one")
     try:
         for optimizer in args.optimizers.split(","):
             t.configure([*flags, f"--optimizer={optimizer}"])

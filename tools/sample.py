@@ -21,7 +21,11 @@ def load(path, best=False, tokenizer_file=None):
     """A run's folder, a checkpoint file or an exported folder -> (model, tokenizer) of transformers, float32."""
     if (path / "config.json").exists():
         from transformers import AutoModelForCausalLM, AutoTokenizer
-        return AutoModelForCausalLM.from_pretrained(path).float().eval(), AutoTokenizer.from_pretrained(path)
+        try:
+            return AutoModelForCausalLM.from_pretrained(path).float().eval(), AutoTokenizer.from_pretrained(path)
+        except (ValueError, OSError) as e:
+            raise UserError(f"{path} is no model that transformers loads: {str(e).splitlines()[0][:200]}; expected an export: "
+                            "python tools/export_hf.py checkpoints/RUN") from None
     _, saved, script = load_checkpoint(path, best)
     return convert(saved, script)[1], build_tokenizer(saved["tokenizer"], script.block_size, tokenizer_file)
 

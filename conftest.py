@@ -1,0 +1,6 @@
+"""Under `pytest -n N` each worker takes its share of the cores: processes with a thread for every core wait for each other."""
+import os
+
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
+    share = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
