@@ -12,8 +12,8 @@ comes out. Everything element-wise is one compiled function before Newton-Schulz
 Shapes: W, G, M, Γ are (..., m, n), m the output and n the input dimension. Symbols are the paper's: β momentum, η lr,
 λ weight decay, γ the coefficient of Muon-NSR, ε the gates' stabiliser, hat bias-corrected, tilde with Nesterov's lookahead.
 """
+import contextlib
 import math
-import operator
 import types
 import warnings
 from typing import Callable, NamedTuple
@@ -69,7 +69,8 @@ def _iterate(X: Tensor, steps: int) -> Tensor:
     m, n = X.shape[-2:]
     Y = torch.empty_like(X)
     mu, pair = 1 / m, False
-    with torch.autocast(X.device.type, enabled=False):  # the caller's, if any: the precision is X's
+    known = torch.amp.is_autocast_available(X.device.type)
+    with torch.autocast(X.device.type, enabled=False) if known else contextlib.nullcontext():  # the precision is X's own
         while steps > 0:
             E = X @ X.mT
             E.diagonal(dim1=-2, dim2=-1).sub_(mu)
@@ -328,6 +329,10 @@ class _Sharded(torch.optim.Optimizer):
                     self._buckets.append((group, bucket))
         return self._buckets
 
+    def _owns(self, p: Tensor) -> bool:
+        start, stop = self._ranges[p][_rank()]
+        return start < stop
+
     def _own(self, p: Tensor, t: Tensor) -> Tensor:
         """This rank's units (k, ...) of a tensor of p's shape."""
         start, stop = self._ranges[p][_rank()]
@@ -344,11 +349,11 @@ class _Sharded(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if any(p.grad is not None and p.grad.is_sparse for group in self.param_groups for p in group["params"]):
+            raise RuntimeError(f"{type(self).__name__} takes dense gradients, found a sparse one: build nn.Embedding with sparse=False")
         finite, exchanges = [], []
         for group, bucket in self._layout():
-            if any(p.grad is not None and p.grad.is_sparse for p in bucket):
-                raise RuntimeError(f"{type(self).__name__} takes dense gradients, found a sparse one: build nn.Embedding with sparse=False")
-            mine = [p for p in bucket if p.grad is not None and operator.lt(*self._ranges[p][_rank()])]
+            mine = [p for p in bucket if p.grad is not None and self._owns(p)]
             for p in mine:
                 if p not in self.state:
                     self.state[p] = self._new_state(group, p)
@@ -371,7 +376,7 @@ class _Sharded(torch.optim.Optimizer):
         """Starts to send `own`, this rank's units of each of `params`, to all. Returns a function that waits for it and gives
         [(parameter, start, stop, units)] of the other ranks; it holds the tensors and the Work until then."""
         ranges = [[self._ranges[p][r] for p in params] for r in range(_world())]
-        if all(of_rank == ranges[0] for of_rank in ranges):  # every rank does it all
+        if all(of_rank == ranges[0] for of_rank in ranges):  # one rank, or every rank does it all
             return lambda: []
         most = max(sum(stop - start for start, stop in of_rank) for of_rank in ranges)
         mine = torch.cat(own)
@@ -600,7 +605,8 @@ def _joined(tensors):
 class AdamW(_Sharded):
     """AdamW for everything that is not a matrix inside the network, with the sharding, the state dicts, the bf16 options and
     the treatment of non-finite gradients that Muon has. Tensors of two or more dimensions are split over the ranks by rows;
-    vectors are updated on every rank. Defaults as in torch.optim.AdamW, state names too."""
+    vectors are updated on every rank. Defaults as in torch.optim.AdamW, state names too. On a CPU fp32 and fp64 go through torch's
+    fused kernel, whatever `compile` says."""
 
     def __init__(self, params, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
                  weight_decay: float = 0.01, state_dtype: torch.dtype | None = None, stochastic_rounding: bool = False,
@@ -633,11 +639,11 @@ class AdamW(_Sharded):
                               for name in ("exp_avg", "exp_avg_sq")}}
 
     def _update(self, group, params):
-        W, G = ([self._own(p, t) for p, t in zip(params, tensors)] for tensors in ([p.detach() for p in params], [p.grad for p in params]))
+        W, G = [self._own(p, p.detach()) for p in params], [self._own(p, p.grad) for p in params]
         M, V = ([self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq"))
-        if W[0].device.type == "cpu" and W[0].dtype == M[0].dtype == V[0].dtype in (torch.float32, torch.float64):
+        dtype, finite = W[0].dtype, []
+        if W[0].device.type == "cpu" and dtype in (torch.float32, torch.float64) and all(t.dtype == dtype for t in (*G, *M, *V)):
             return self._fused(group, params, W, G, M, V)
-        finite = []
         for p, w, g, m, v in zip(params, W, G, M, V):
             ok = torch.isfinite(p.grad.amin()) & torch.isfinite(p.grad.amax())  # of all rows, so that all ranks agree
             hyper = (group["lr"], group["weight_decay"], *group["betas"], *(1 - b ** self.state[p]["step"] for b in group["betas"]))
@@ -646,15 +652,17 @@ class AdamW(_Sharded):
             finite.append(ok)
         return finite
 
-    def _fused(self, group, params, *tensors):
-        """torch's own pass over several tensors: on a CPU calling a compiled graph takes longer than updating a small one."""
-        gradients = [p.grad for p in params]
+    def _fused(self, group, params, W, G, M, V):
+        """_update in torch's kernel for a CPU, where calling a compiled graph takes longer than updating a small tensor."""
         ok = [True] * len(params)
-        if not torch.nn.utils.get_total_norm(gradients).isfinite():  # which finite ones too large to be squared bring about as well
-            ok = [bool(torch.isfinite(g).all()) for g in gradients]
-        steps = [torch.tensor(self.state[p]["step"] - 1.0) for p in params]  # it counts up itself
-        W, G, M, V, steps = ([t for t, fine in zip(ts, ok) if fine] for ts in (*tensors, steps))
+        if not torch.nn.utils.get_total_norm([p.grad for p in params]) <= LARGEST:  # also if it is NaN; below, no entry is larger
+            ok = [bool(p.grad.isfinite().all()) for p in params]  # of all rows, so that all ranks agree
+            G = [g.clamp(-LARGEST, LARGEST) for g in G]
+        G = [g.contiguous() for g in G]  # the kernel reads memory in order
+        steps = [torch.tensor(self.state[p]["step"] - 1, dtype=torch.float32, device="cpu") for p in params]  # it counts up itself
+        W, G, M, V, steps = ([t for t, fine in zip(ts, ok) if fine] for ts in (W, G, M, V, steps))
         if W:
             adamw(W, G, M, V, [], steps, fused=True, amsgrad=False, maximize=False, beta1=group["betas"][0],
                   beta2=group["betas"][1], lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"])
-        return [torch.tensor(ok)]
+            torch.autograd.graph.increment_version(W)  # which the kernel leaves as it was
+        return [torch.tensor(ok, device="cpu")]

@@ -416,6 +416,7 @@ def test_a_group_that_was_refused_leaves_nothing():
         with pytest.raises(ValueError, match="AdamW|whole number"):
             opt.add_param_group(bad)
         assert len(opt.param_groups) == 1
+    assert newton_schulz(torch.zeros(4, 6, device="meta")).shape == (4, 6)  # a device that autocast does not know
     with pytest.raises(ValueError, match="not empty"):
         newton_schulz(torch.zeros(0, 4))
     with pytest.raises(ValueError, match="floating-point"):
@@ -613,11 +614,69 @@ def test_an_autocast_around_a_step_changes_no_bit():
 
 
 @pytest.mark.parametrize("optimizer", [Muon, AdamW])
-def test_a_sparse_gradient_is_refused(optimizer):
-    embedding = torch.nn.Embedding(10, 4, sparse=True)
+def test_a_sparse_gradient_is_refused_before_anything_changes(optimizer):
+    (dense,), embedding = parameters((50, 50)), torch.nn.Embedding(10, 4, sparse=True)
     embedding(torch.tensor([1, 2])).sum().backward()
+    dense.grad, before = torch.ones_like(dense), dense.detach().clone()
+    opt = optimizer([dense, embedding.weight])
     with pytest.raises(RuntimeError, match="found a sparse one: build nn.Embedding with sparse=False"):
-        optimizer(embedding.parameters()).step()
+        opt.step()
+    assert torch.equal(dense, before) and not opt.state
+
+
+@pytest.mark.parametrize("gradient", [torch.arange(12.0).view(4, 3).t(), torch.ones(1, 1).expand(3, 4)])
+@pytest.mark.parametrize("state_dtype", [None, torch.float64])
+def test_adamw_takes_a_gradient_in_any_layout(gradient, state_dtype):
+    results = []
+    for g in (gradient, gradient.contiguous()):
+        p = torch.nn.Parameter(torch.zeros(3, 4))
+        p.grad = g
+        AdamW([p], lr=1.0, eps=100.0, state_dtype=state_dtype, compile=False).step()  # so large that the update keeps the gradient's size
+        results.append(p.detach().clone())
+    assert torch.equal(*results) and results[0].abs().max() > 0.001
+
+
+@pytest.mark.parametrize("state_dtype", [None, torch.float64])
+def test_adamw_recovers_from_a_huge_gradient(state_dtype):
+    """1e30 squared is inf in fp32, in which the second moment would stay for ever; as large as that it decays and is forgotten."""
+    p, other = parameters((4,), (4,))
+    opt = AdamW([p, other], lr=0.1, betas=(0.5, 0.5), weight_decay=0.0, state_dtype=state_dtype, compile=False)
+    for scale in [1e30] + [1.0] * 150:
+        p.grad, other.grad = torch.full((4,), scale), torch.ones(4)
+        before = p.detach().clone()
+        opt.step()
+        assert all(s.isfinite().all() for s in opt.state[p].values() if isinstance(s, torch.Tensor))
+    torch.testing.assert_close(before - p.detach(), torch.full((4,), 0.1), rtol=1e-3, atol=0)  # a step of lr, as for any constant gradient
+    assert opt.skipped == 0
+
+
+@pytest.mark.parametrize("state_dtype", [None, torch.float64])
+def test_a_step_between_forward_and_backward_is_noticed(state_dtype):
+    (p,) = parameters((3,))
+    p.grad, loss = torch.ones_like(p), (p**3).sum()
+    AdamW([p], state_dtype=state_dtype, compile=False).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_adamw_goes_on_whatever_the_types_of_state_and_the_default():
+    """State of one type beside state of another in one step, and steps counted exactly where bf16 is the default type."""
+    mixed, plain = parameters((4, 3), (4, 3)), parameters((4, 3), (4, 3))
+    a, b = AdamW(mixed, lr=0.1, betas=(0.9, 0.9999), compile=False), AdamW(plain, lr=0.1, betas=(0.9, 0.9999), compile=False)
+    set_gradients(mixed[:1], 0), set_gradients(plain[:1], 0)
+    a.step(), b.step()
+    a.param_groups[0]["state_dtype"] = torch.float64  # of the second's state, which comes now
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        for step in range(300):
+            for p, q in zip(mixed, plain):
+                p.grad = q.grad = torch.full((4, 3), float(step % 3), dtype=torch.float32)
+            a.step(), b.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert a.state[mixed[0]]["exp_avg"].dtype == torch.float32 and a.state[mixed[1]]["exp_avg"].dtype == torch.float64
+    for p, q in zip(mixed, plain):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-4)
 
 
 def test_closure_deepcopy_pickle_and_zero_grad():
@@ -677,13 +736,13 @@ def test_stochastic_rounding_is_unbiased(make):
     assert abs(p.float().mean().item() - 0.999) < 5 * 2**-8 * 0.44 / 512
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_adamw_is_torch_optim_adamw(dtype):
-    """50 steps to rounding, state names included."""
+@pytest.mark.parametrize("dtype, state_dtype", [(torch.float32, None), (torch.float64, None), (torch.float32, torch.float64)])
+def test_adamw_is_torch_optim_adamw(dtype, state_dtype):
+    """50 steps to rounding, state names included; a state of another type keeps to our own formula, without torch's kernel."""
     shapes = [(7, 5), (11,), (), (3, 4, 5)]
     ours, theirs = parameters(*shapes, dtype=dtype), parameters(*shapes, dtype=dtype)
     options = dict(lr=0.01, betas=(0.8, 0.98), eps=1e-10, weight_decay=0.1)
-    a, b = AdamW(ours, compile=False, **options), torch.optim.AdamW(theirs, **options)
+    a, b = AdamW(ours, compile=False, state_dtype=state_dtype, **options), torch.optim.AdamW(theirs, **options)
     for mine, other in zip(run(a, ours, 50), run(b, theirs, 50)):
         torch.testing.assert_close(mine, other, rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=1e-6 if dtype == torch.float32 else 1e-14)
     mine, other = a.state_dict()["state"], b.state_dict()["state"]
@@ -835,7 +894,8 @@ def test_compiled_is_eager_and_nothing_that_changes_recompiles():
         before, results = graphs(), []
         for compile in (False, True):
             params, others = parameters(*shapes), parameters((9, 5), (8, 3))
-            opt, adam = Muon(params, lr=0.02, compile=compile, ns_dtype=torch.float32), AdamW(others, lr=0.02, compile=compile)
+            opt = Muon(params, lr=0.02, compile=compile, ns_dtype=torch.float32)
+            adam = AdamW(others, lr=0.02, compile=compile, state_dtype=torch.float64)  # of fp32 parameters: not torch's kernel
             schedule = torch.optim.lr_scheduler.LinearLR(opt, 0.1, 1.0, 10)
             for step in range(12):
                 set_gradients(params + others, step)
@@ -859,7 +919,7 @@ def test_without_a_compiler_it_runs_eagerly_after_one_warning(tmp_path):
     script = textwrap.dedent("""
         import torch, optim
         params = [torch.nn.Parameter(torch.randn(8, 4)) for _ in range(2)]
-        opts = [optim.Muon(params), optim.AdamW(params)]
+        opts = [optim.Muon(params), optim.AdamW(params, state_dtype=torch.float64)]
         for _ in range(2):
             for p in params:
                 p.grad = torch.randn_like(p)

@@ -68,6 +68,12 @@ def test_the_table_has_every_row_and_its_figures_agree(bench, tmp_path):
     assert float(table["muon-vs x2"]["state MiB"]) < float(table["muon-vs x1"]["state MiB"])
 
 
+def test_in_fp32_it_is_compared_with_products_in_fp32(bench, tmp_path):
+    (tmp_path / "model.py").write_text(NANOGPT)
+    text = bench.main([*SMALL, "--compile=false", "--dtype=float32", "--optimizers=adamw", "--nanogpt=.", "--rounds=1", "--updates=1", "--warmup=1"])
+    assert re.search(r"matmul: [\d.,]+ GFLOP/s in fp32 on", text) and "nanoGPT fp32" in text and "nanoGPT bf16" not in text
+
+
 def test_a_block_is_its_updates_but_the_first(bench, tmp_path):
     clock = bench.Clock(dict(folder=str(tmp_path)), torch.device("cpu"))
     clock.stamps = [("other", 1.0), ("forward", 2.0), ("update", 9.0),  # does not count

@@ -213,6 +213,12 @@ def test_shared_sections_are_the_same_text(title):
     assert gpt[title] == llama[title], f"section {title!r} was changed in one of train_gpt.py and train_llama.py: change the other too"
 
 
+def test_attention_is_the_same_text():
+    """And its table; the rest of the section "model" differs."""
+    gpt, llama = (re.search(r"^def rotate.*?(?=^class Attention)", (ROOT / name).read_text(), re.M | re.S)[0] for name in ("train_gpt.py", "train_llama.py"))
+    assert gpt == llama and "def attend" in gpt and "FUTURE_TT =" in gpt
+
+
 def test_two_ranks_train_the_same_as_one(data, tmp_path):
     t = script()
     alone = t.main([*data, "--run_name=alone", "--max_iters=6", "--warmup_iters=0"])

@@ -286,7 +286,8 @@ def multiply(t, job: dict, where: torch.device, clock: Clock) -> None:
         model = t.Model(t.vocab_size or -(-t.Shards(t.dataset, "train").vocab // 64) * 64)
     shapes = Counter(tuple(m.weight.shape) for m in model.modules() if isinstance(m, torch.nn.Linear))
     tokens = (t.micro_batch_size or t.batch_size) * t.block_size
-    factors = {shape: [torch.randn(size, device=where).to(torch.bfloat16 if job["bf16"] else torch.float32) for size in (shape, (tokens, shape[1]), (tokens, shape[0]))]
+    dtype = torch.bfloat16 if job["bf16"] else torch.float32
+    factors = {shape: [torch.randn(size, device=where).to(dtype) for size in (shape, (tokens, shape[1]), (tokens, shape[0]))]
                for shape in shapes}
     clock.facts = lambda: {"flops": 6 * tokens * sum(n * rows * columns for (rows, columns), n in shapes.items())}
     clock.wait()
@@ -438,7 +439,7 @@ def main(argv: list[str]) -> str:
         quiet = ["log_interval", "eval_interval", "checkpoint_interval", "max_iters"]
         flags += [*(f"--{name}=1000000000" for name in quiet), f"--val_tokens={t.block_size}", "--check_shards=false", f"--data_dir={data}",
                   f"--log_dir={folder}", f"--checkpoint_dir={folder}"]
-        autocast = gpu or "bfloat16" in (t.dtype, t.param_dtype) or t.dtype == "auto" and t.fast_bf16(torch.device("cpu"))
+        autocast = bool(gpu or "bfloat16" in (t.dtype, t.param_dtype) or t.dtype == "auto" and t.fast_bf16(torch.device("cpu")))
         job = dict(script=str(script), folder=temporary, rounds=args.rounds, updates=args.updates, warmup=args.warmup)
         several = len(args.ranks.split(",")) > 1
         jobs = [(f"{optimizer} x{ranks}" if several else optimizer, int(ranks), dict(kind="script", flags=[
@@ -447,7 +448,7 @@ def main(argv: list[str]) -> str:
         if args.nanogpt:
             clone = str(Path(args.nanogpt).resolve())
             jobs += [(f"nanoGPT {'bf16' if bf16 else 'fp32'}", 1, dict(kind="nanogpt", nanogpt=clone, bf16=bf16, flags=flags))
-                     for bf16 in (False, True) if (autocast if bf16 else not gpu)]
+                     for bf16 in [False] * (not gpu) + [True] * autocast]
         if not gpu:
             jobs += [("matmul", 1, dict(kind="matmul", bf16=autocast, flags=flags))]
         rows = [Row(i, title, {**job, **own}, ranks) for i, (title, ranks, own) in enumerate(jobs)]
