@@ -32,6 +32,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch._dynamo  # an optimizer's first step imports it: once here, not in every process that is forked
 
 SCRIPT = Path(__file__).resolve().parent.parent / "train_gpt.py"
 sys.path.insert(0, str(SCRIPT.parent))
