@@ -382,7 +382,7 @@ FUTURE_TT = torch.full((512, 512), -math.inf, dtype=torch.bfloat16).triu(1)  # -
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention, all (B, H, T, K). On a CPU, up to 512 tokens: plain products, whose backward is faster than the fused
-    kernel's; 128 queries at a time, so that most of the future is never computed; divided last, on (T, K) instead of (T, T)."""
+    kernel's; 128 queries at a time, so that much of the future is never computed; divided last, on (T, K) instead of (T, T)."""
     T = q.size(2)
     if q.device.type != "cpu" or T > len(FUTURE_TT):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)

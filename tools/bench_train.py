@@ -470,7 +470,8 @@ def main(argv: list[str]) -> str:
             "cpu": f"{t.cpu_name()}, {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores, "
                    f"load average {load_before:.2f} before and {os.getloadavg()[0]:.2f} after",
             **({"gpu": torch.cuda.get_device_name()} if gpu else
-               {"matmul": f"{rate / 1e9:,.0f} GFLOP/s in {'bf16' if autocast else 'fp32'} on the shapes of the weights and a micro-batch, forward and backward"}),
+               {"matmul": f"{rate / 1e9:,.0f} GFLOP/s in {'bf16' if autocast else 'fp32'} on the shapes of the weights and a micro-batch, "
+                          "forward and backward"}),
             "versions": f"python {platform.python_version()}, torch {torch.__version__}, {platform.platform()}",
             "model": f"{args.script}, {first['parameters']:,} parameters, {t.n_layer} layers, {t.n_head} heads, {t.n_embd} wide, "
                      f"{first['flops'] / 1e6:.2f} MFLOP a token",

@@ -24,8 +24,9 @@ def load(path, best=False, tokenizer_file=None):
         try:
             return AutoModelForCausalLM.from_pretrained(path).float().eval(), AutoTokenizer.from_pretrained(path)
         except (ValueError, OSError) as e:
-            raise UserError(f"{path} is no model that transformers loads: {(str(e) or type(e).__name__).splitlines()[0][:200]}; expected an export: "
-                            "python tools/export_hf.py checkpoints/RUN") from None
+            why = (str(e) or type(e).__name__).splitlines()[0][:200]
+            raise UserError(f"{path} is no model that transformers loads: {why}; expected an export: python tools/export_hf.py "
+                            "checkpoints/RUN") from None
     _, saved, script = load_checkpoint(path, best)
     return convert(saved, script)[1], build_tokenizer(saved["tokenizer"], script.block_size, tokenizer_file)
 
