@@ -253,15 +253,16 @@ def _write(W, new, noise, ok):
     W.copy_(torch.where(ok, new.to(W.dtype), W))
 
 
+CONSTANT = "variant", "nesterov", "adjust_lr_fn", "eps", "ns_eps", "state_dtype", "stochastic_rounding"  # in a graph; others are tensors
 _compiled: dict = {}  # (function, constants) -> its compiled form; None -> torch.compile failed
 
 
-def _run(compile: bool, function: Callable, *args):
+def _run(group: dict, function: Callable, *args):
     """function(*args) through torch.compile, a few graphs for all shapes (wide or tall, one matrix or several); where no compiler
     works eagerly, after one warning."""
-    if not compile or None in _compiled:
+    if not group["compile"] or None in _compiled:
         return function(*args)
-    key = (function, *(a if callable(a) else a.dtype for a in args[:2] if a is not None))
+    key = (function, *(group.get(option) for option in CONSTANT), *(a.dtype for a in args[:2] if isinstance(a, Tensor)))
     try:
         if key not in _compiled:  # a code object each, because Dynamo limits the graphs of one
             own_code = types.FunctionType(function.__code__.replace(), function.__globals__)
@@ -273,7 +274,7 @@ def _run(compile: bool, function: Callable, *args):
         result = function(*args)  # an error that is not the compiler's comes again here
         _compiled[None] = error
         warnings.warn(f"the optimizer runs uncompiled, so slower: torch.compile failed ({type(error).__name__}: "
-                      f"{str(error).strip().splitlines()[0][:150]}); install a C++ compiler, or pass compile=False")
+                      f"{' '.join(str(error).split())[:150]}); install a C++ compiler, or pass compile=False")
         return result
 
 
@@ -366,7 +367,7 @@ class _Sharded(torch.optim.Optimizer):
             for p, start, stop, units in received():
                 self._units(p.detach())[start:stop].copy_(units)
         if finite:
-            bad = sum((~ok).sum().to(finite[0].device, non_blocking=True) for ok in finite)
+            bad = sum((~ok).sum().to(finite[0].device) for ok in finite)
             self.skipped = self.skipped + bad
             if bad.device.type == "cpu" and bad:
                 warnings.warn(f"{type(self).__name__}: a gradient is not finite; {int(bad)} of the updates were left out")
@@ -375,9 +376,9 @@ class _Sharded(torch.optim.Optimizer):
     def _exchange(self, params: list[Tensor], own: list[Tensor]) -> Callable:
         """Starts to send `own`, this rank's units of each of `params`, to all. Returns a function that waits for it and gives
         [(parameter, start, stop, units)] of the other ranks; it holds the tensors and the Work until then."""
-        ranges = [[self._ranges[p][r] for p in params] for r in range(_world())]
-        if all(of_rank == ranges[0] for of_rank in ranges):  # one rank, or every rank does it all
+        if _world() == 1:
             return lambda: []
+        ranges = [[self._ranges[p][r] for p in params] for r in range(_world())]
         most = max(sum(stop - start for start, stop in of_rank) for of_rank in ranges)
         mine = torch.cat(own)
         if len(mine) < most:  # equal sizes on all ranks
@@ -555,10 +556,10 @@ class Muon(_Sharded):
             h = [constants._replace(bias=self._bias(group, batch)) for batch in batches]
             sizes = [len(w) for w in W]
             X = W[0].new_empty(sum(sizes), *sorted(W[0].shape[-2:]), dtype=group["ns_dtype"])
-            ok = [_run(group["compile"], _before, rule.proxy, *args) for args in zip(G, S, h, X.split(sizes))]
+            ok = [_run(group, _before, rule.proxy, *args) for args in zip(G, S, h, X.split(sizes))]
             O = _iterate(X, group["ns_steps"]).split(sizes)
             for batch, w, *args, fine in zip(batches, W, O, G, S, h, ok):
-                _run(group["compile"], _after, rule.after, w, *args, _noise(group, w), fine)
+                _run(group, _after, rule.after, w, *args, _noise(group, w), fine)
                 if len(batch) > 1:
                     own = [self._own(p, p.detach()) for p in batch]
                     torch._foreach_copy_(own, w.split([len(part) for part in own]))
@@ -595,7 +596,7 @@ class Muon(_Sharded):
         bias = [1 - group["momentum"] ** self.state[p]["step"] for p in params for _ in range(len(self._own(p, p)))]
         if len(set(bias)) == 1:
             return _scalar(bias[0], params[0])
-        return _scalar(bias, params[0]).to(params[0].device, non_blocking=True)[:, None, None]
+        return _scalar(bias, params[0]).to(params[0].device, _compute_dtype(params[0]), non_blocking=True)[:, None, None]
 
 
 def _joined(tensors):
@@ -604,9 +605,8 @@ def _joined(tensors):
 
 class AdamW(_Sharded):
     """AdamW for everything that is not a matrix inside the network, with the sharding, the state dicts, the bf16 options and
-    the treatment of non-finite gradients that Muon has. Tensors of two or more dimensions are split over the ranks by rows;
-    vectors are updated on every rank. Defaults as in torch.optim.AdamW, state names too. On a CPU fp32 and fp64 go through torch's
-    fused kernel, whatever `compile` says."""
+    the treatment of non-finite gradients that Muon has. Tensors are split over the ranks by rows; a vector is one row. Defaults as
+    in torch.optim.AdamW, state names too. On a CPU fp32 and fp64 go through torch's fused kernel, whatever `compile` says."""
 
     def __init__(self, params, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
                  weight_decay: float = 0.01, state_dtype: torch.dtype | None = None, stochastic_rounding: bool = False,
@@ -631,7 +631,7 @@ class AdamW(_Sharded):
     def _assign(self, params, load):
         for p in params:
             rows, ranks = len(self._units(p)), len(load)
-            self._ranges[p] = [(rows * r // ranks, rows * (r + 1) // ranks) for r in range(ranks)] if p.ndim > 1 else [(0, 1)] * ranks
+            self._ranges[p] = [(rows * r // ranks, rows * (r + 1) // ranks) for r in range(ranks)]
 
     def _new_state(self, group, p):
         own = self._own(p, p)
@@ -647,7 +647,7 @@ class AdamW(_Sharded):
         for p, w, g, m, v in zip(params, W, G, M, V):
             ok = torch.isfinite(p.grad.amin()) & torch.isfinite(p.grad.amax())  # of all rows, so that all ranks agree
             hyper = (group["lr"], group["weight_decay"], *group["betas"], *(1 - b ** self.state[p]["step"] for b in group["betas"]))
-            _run(group["compile"], _adamw, w, g, dict(exp_avg=m, exp_avg_sq=v), *(_scalar(x, p) for x in hyper), group["eps"],
+            _run(group, _adamw, w, g, dict(exp_avg=m, exp_avg_sq=v), *(_scalar(x, p) for x in hyper), group["eps"],
                  _noise(group, w), ok)
             finite.append(ok)
         return finite

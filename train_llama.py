@@ -5,7 +5,7 @@ paper as presets. Runs alone:
     python prepare.py                                             # once: the data of the demo, nothing is downloaded
     python train_llama.py                                         # the demo: 3 M parameters, Muon-VS, CPU or GPU
     torchrun --standalone --nproc_per_node=8 train_llama.py --preset=suite-a-130m --optimizer=muon-nsr
-    torchrun --standalone --nproc_per_node=8 train_llama.py --preset=suite-b-720m --resume=auto --max-restarts=3
+    torchrun --standalone --nproc_per_node=8 --max-restarts=3 train_llama.py --preset=suite-b-720m --resume=auto
     python train_llama.py --preset=suite-a-1.2b --param_dtype=bfloat16 --activation_checkpointing=true
 
 Every hyperparameter is a global below; --name=value overrides it. --help lists them. The demo ends with a line
@@ -175,8 +175,9 @@ def configure(argv: list[str]) -> None:
     names = [key for key in PRESETS if "/" not in key]
     choose("preset", chosen, names)
     overrides = {**PRESETS[chosen]}
-    choose("optimizer", flags.get("optimizer", overrides.get("optimizer", optimizer)), ["adamw", *VARIANTS])
-    overrides.update(PRESETS.get(f"{chosen}/{flags.get('optimizer', overrides.get('optimizer', optimizer))}", {}))
+    wanted = flags.get("optimizer", overrides.get("optimizer", optimizer))
+    choose("optimizer", wanted, ["adamw", *VARIANTS])
+    overrides.update(PRESETS.get(f"{chosen}/{wanted}", {}))
     if "dataset" in flags:
         overrides["val_dataset"] = ""  # a preset's validation data go with its training data
     globals().update({**overrides, **flags})
@@ -208,8 +209,8 @@ def check_globals() -> None:
                  "log_interval", "eval_interval", "checkpoint_interval", "val_tokens", "keep_checkpoints", "timeout_minutes"):
         if globals().get(name, 1) <= 0:
             raise UserError(f"--{name}={globals()[name]}: expected a number above 0")
-    for name in ("max_iters", "micro_batch_size", "vocab_size", "learning_rate", "adam_lr", "weight_decay", "grad_clip", "gamma", "muon_eps",
-                 "ns_steps", "ns_eps", "adam_eps", "warmup_iters", "sample_tokens", "threads", "seed", "data_seed"):
+    for name in ("max_iters", "micro_batch_size", "vocab_size", "learning_rate", "adam_lr", "weight_decay", "grad_clip", "gamma",
+                 "muon_eps", "ns_steps", "ns_eps", "adam_eps", "warmup_iters", "sample_tokens", "threads", "seed", "data_seed"):
         if globals()[name] < 0:
             raise UserError(f"--{name}={globals()[name]}: expected a number of at least 0")
     for name in ("momentum", "beta2", "adam_beta1", "adam_beta2"):
@@ -452,7 +453,7 @@ class Model(nn.Module):
         x_BTD, T = self.embed(tokens_BT), tokens_BT.size(1)
         for block in self.blocks:
             if activation_checkpointing and torch.is_grad_enabled():
-                x_BTD = checkpoint(block, x_BTD, self.cos[:T], self.sin[:T], use_reentrant=False)
+                x_BTD = checkpoint(block, x_BTD, self.cos[:T], self.sin[:T], use_reentrant=False, preserve_rng_state=False)
             else:
                 x_BTD = block(x_BTD, self.cos[:T], self.sin[:T])
         return x_BTD
@@ -470,6 +471,7 @@ class Model(nn.Module):
 
     def compile_parts(self) -> None:
         """torch.compile of a block and of the loss: all blocks share one graph, so a deep model compiles as fast as a shallow one."""
+        torch._dynamo.config.optimize_ddp = False  # it would cut that graph at DDP's buckets; gradients leave block by block anyway
         for block in self.blocks:
             block.compile(dynamic=False)
         self.loss = torch.compile(self.loss, dynamic=False)
@@ -561,8 +563,9 @@ def lr_factor(step: int) -> float:
 def evaluate(logits, shards: Shards, where: torch.device, autocast, rank: int, world: int) -> tuple[float, float]:
     """Mean cross-entropy (nats a token) and next-token accuracy on the first val_tokens tokens, all of them and always the same
     ones, whatever the batch and the world size: each rank takes a part. logits: (B, T) ids to (B, T, V)."""
-    windows = np.arange(min(val_tokens // block_size, len(shards)))[rank::world]
-    sums = torch.zeros(3, dtype=torch.float64, device="cpu" if where.type == "mps" else where)  # loss, hits, tokens
+    total = min(val_tokens // block_size, len(shards))
+    windows = np.arange(total)[rank::world]
+    sums = torch.zeros(2, dtype=torch.float64, device="cpu" if where.type == "mps" else where)  # loss, hits
     for i in range(0, len(windows), micro_batch_size):
         tokens = shards.read(windows[i:i + micro_batch_size])
         x_BT, y_BT = to_device(np.resize(tokens, (micro_batch_size, block_size + 1)), where)  # one shape: one compiled graph
@@ -570,13 +573,12 @@ def evaluate(logits, shards: Shards, where: torch.device, autocast, rank: int, w
             logits_NV = logits(x_BT).flatten(0, 1)[:len(tokens) * block_size]
         y_N = y_BT.flatten()[:len(tokens) * block_size]
         loss = F.cross_entropy(logits_NV.float(), y_N, reduction="sum")
-        sums += torch.stack([loss.double() if where.type != "mps" else loss.cpu().double(),
-                             (logits_NV.argmax(-1) == y_N).sum().to(sums), torch.tensor(y_N.numel()).to(sums)])
+        sums += torch.stack([loss, (logits_NV.argmax(-1) == y_N).sum().to(loss)]).to(sums.device).double()
     if world > 1:
         Watch.at += 1
         dist.all_reduce(sums)
-    loss, hits, count = sums.tolist()
-    return loss / count, hits / count
+    loss, hits = (sums / (total * block_size)).tolist()
+    return loss, hits
 
 
 def flops_per_token(model: nn.Module) -> float:
@@ -624,18 +626,17 @@ def sample(model: nn.Module, tokenizer: str, eot: int, where: torch.device, auto
 # ======================================================================================================================
 # memory
 # ----------------------------------------------------------------------------------------------------------------------
-def memory_estimate(model: nn.Module, world: int) -> dict[str, float]:
+def memory_estimate(model: nn.Module, world: int, gpu: bool, bf16: bool) -> dict[str, float]:
     """Bytes on one rank, from shapes alone (the model may be on the meta device)."""
     width = 2 if param_dtype == "bfloat16" else 4
     numbers, state = sum(p.numel() for p in model.parameters()), 0
     for kind, group in parameter_groups(model).items():
         buffers = VARIANTS[optimizer].state if kind == "matrices" and optimizer in VARIANTS else ("exp_avg", "exp_avg_sq")
         for p in group.values():
-            state += sum(p.size(0) if name == "row_moment" else p.numel() for name in buffers) / (1 if kind == "vectors" else world)
-    tokens, act = micro_batch_size * block_size, 2 if dtype != "float32" else 4
+            state += sum(p.size(0) if name == "row_moment" else p.numel() for name in buffers)
+    tokens, act = micro_batch_size * block_size, 2 if bf16 else 4
     inner = sum(max(p.shape) for p in model.blocks[0].mlp.parameters())
     block = tokens * (n_embd * (7 * act + 4) + inner * act)  # both norms, q k v y, attention's output; the residual in fp32
-    gpu = device != "cpu" and torch.cuda.is_available()
     if block_size <= 512 and not gpu:
         block += tokens * n_head * block_size * act          # the attention weights, see attend
     kept = tokens * n_embd * 4 * n_layer + block if activation_checkpointing else block * n_layer
@@ -645,8 +646,9 @@ def memory_estimate(model: nn.Module, world: int) -> dict[str, float]:
     batches = [min(n * shape.numel() / world, max(2**27, shape.numel()) if gpu else math.inf) for shape, n in same_shape.items()]
     step = max(batches) * (16 if gpu else 8) if optimizer in VARIANTS else 0  # Newton-Schulz
     accumulating = batch_size > micro_batch_size * world or world > 1  # else no gradient is there yet when the most is kept
-    return {"parameters": numbers * width, "gradients": numbers * width, "optimizer": state * width,
-            "activations": max(kept - (0 if accumulating else numbers * width), step)}
+    whole = state * width if world > 1 else 0  # Optimizer.state_dict gathers it, once no activations are left
+    return {"parameters": numbers * width, "gradients": numbers * width, "optimizer": state * width / world,
+            "activations": max(kept - (0 if accumulating else numbers * width), step, whole)}
 
 
 def check_memory(model: nn.Module, where: torch.device, world: int, local_world: int) -> None:
@@ -658,7 +660,7 @@ def check_memory(model: nn.Module, where: torch.device, world: int, local_world:
             free = int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024 / local_world
         except (OSError, TypeError):
             return
-    parts = memory_estimate(model, world)
+    parts = memory_estimate(model, world, where.type == "cuda", uses_bf16(where))
     if (need := sum(parts.values())) > free:
         gib = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in parts.items())
         lower = ("--micro_batch_size" if parts["activations"] > need / 2 and micro_batch_size > 1 else
@@ -677,7 +679,7 @@ def check_disk(model: nn.Module, folder: Path) -> None:
         free = shutil.disk_usage(folder).free + sum(path.stat().st_size for path in folder.glob("step_*.pt"))
     except OSError as error:
         raise UserError(f"cannot write {folder}: {error.strerror}; expected a writable folder; set --checkpoint_dir") from None
-    parts = memory_estimate(model, 1)
+    parts = memory_estimate(model, world=1, gpu=False, bf16=False)
     if (need := (parts["parameters"] + parts["optimizer"]) * (keep_checkpoints + 2)) > free:
         raise UserError(f"about {need / 2**30:.1f} GiB are needed for checkpoints in {folder}, {free / 2**30:.1f} GiB are free; "
                         "set --checkpoint_dir to another disk, or lower --keep_checkpoints")
@@ -733,7 +735,7 @@ class Checkpoints:
             self.failure = getattr(error, "strerror", None) or str(error).splitlines()[0]
 
     def _remove_old(self):
-        """All but the newest ones, the best of those that were validated, and files that are no checkpoints."""
+        """Removes all but the newest ones, the best of those that were validated, and files that are no checkpoints."""
         notes = {path: note for path in sorted(self.folder.glob("step_*.pt")) if (note := read_note(path))}
         scored = [path for path in notes if notes[path]["val_loss"] is not None]
         best = sorted(scored, key=lambda path: notes[path]["val_loss"])[:1]
@@ -775,7 +777,7 @@ def read_note(path: Path) -> dict | None:
 
 def read_checkpoint(path: Path) -> dict:
     try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)  # tensors and plain types: nothing in it is executed
+        saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)  # tensors and plain types: nothing is executed
         if saved["script"] != Path(__file__).name:
             raise ValueError
         return saved
@@ -1007,6 +1009,10 @@ def fast_bf16(where: torch.device) -> bool:
         return False
 
 
+def uses_bf16(where: torch.device) -> bool:
+    return "bfloat16" in (dtype, param_dtype) or dtype == "auto" and fast_bf16(where)
+
+
 def seconds(value: float) -> str:
     return f"{value:.0f}s" if value < 600 else f"{value / 60:.0f}min" if value < 36000 else f"{value / 3600:.1f}h"
 
@@ -1038,6 +1044,8 @@ def train() -> dict:
     if resume != "auto" and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         raise UserError("torchrun --max-restarts needs --resume=auto, or a restarted group would not go on from its checkpoint")
     if where.type == "cuda":
+        if (where.index or 0) >= torch.cuda.device_count():
+            raise UserError(f"there is no GPU {where.index}, only {torch.cuda.device_count()}; lower --nproc_per_node or mend --device")
         torch.cuda.set_device(where)
         torch.backends.cuda.matmul.allow_tf32 = True
     elif where.type == "cpu":
@@ -1049,8 +1057,11 @@ def train() -> dict:
     if world > 1:
         store = rendezvous(rank)
         Watch(rank, world, store)
-    train_shards = Shards(dataset, "train", rank, world)
-    val_shards = Shards(val_dataset or dataset, "val", rank, world)
+        store.set(f"device/{rank}", where.type)
+        if (first := store.get("device/0").decode()) != where.type:
+            raise UserError(f"rank {rank} on {platform.node()} found {where.type}, rank 0 {first}: mend one of them, or give --device")
+    train_shards = Shards(dataset, "train", local_rank, local_world)  # so that each machine checks all of its copy
+    val_shards = Shards(val_dataset or dataset, "val", local_rank, local_world)
     if val_shards.vocab != train_shards.vocab:
         raise UserError(f"--val_dataset={val_dataset} has a vocabulary of {val_shards.vocab} ids, {dataset} one of "
                         f"{train_shards.vocab}: prepare both with the same tokenizer")
@@ -1073,10 +1084,9 @@ def train() -> dict:
     raw.to(where, torch.bfloat16 if param_dtype == "bfloat16" else torch.float32)
     for name, table in zip(("cos", "sin"), rope_tables(block_size, n_embd // n_head, where)):
         setattr(raw, name, table)  # angles stay in fp32
-    fast = fast_bf16(where)
-    bf16 = dtype == "bfloat16" or dtype == "auto" and fast or param_dtype == "bfloat16"
+    bf16 = uses_bf16(where)
     autocast = (lambda: torch.autocast(where.type, torch.bfloat16)) if bf16 else contextlib.nullcontext
-    ns_dtype = torch.bfloat16 if fast or where.type != "cpu" else torch.float32
+    ns_dtype = torch.bfloat16 if fast_bf16(where) else torch.float32
     optimizers = build_optimizers(raw, compile, ns_dtype)
 
     # ---- run name, checkpoint, log
@@ -1138,10 +1148,10 @@ def train() -> dict:
     if step == 0:
         log(f"step:0/{max_iters} val_loss:{val_loss:.5f} train_time:0.000s val_acc:{val_acc:.4f}")
     parallel = raw
-    devices = [local_rank] if where.type == "cuda" else None
+    devices = [torch.cuda.current_device()] if where.type == "cuda" else None
     if world > 1:
         parallel = DDP(raw, device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=False)
-    parameters = [p for p in raw.parameters()]
+    parameters = list(raw.parameters())
 
     def gradient(step: int) -> Tensor:
         """Leaves the mean gradient of update `step`'s batch in .grad; returns its mean loss on this rank."""
@@ -1179,6 +1189,7 @@ def train() -> dict:
     clip()
     optimize(0.0)
     optimizers = build_optimizers(raw, compile, ns_dtype)
+    warnings.filterwarnings("ignore", "(Muon|AdamW): a gradient is not finite")  # the log counts them
     if saved:
         with fitting():
             for opt, state in zip(optimizers, saved["optimizers"], strict=True):  # the state; hyperparameters are this run's
@@ -1248,8 +1259,8 @@ def train() -> dict:
         stats = torch.stack([loss / world, norm.to(loss) / world, torch.full_like(loss, stop["signal"] is not None)])
         if world > 1:
             dist.all_reduce(stats)
+        optimize(lr_factor(step))  # leaves the weights alone where the gradient is not finite
         if where.type == "cuda":  # read while the next update runs
-            optimize(lr_factor(step))
             look()
             host, event = torch.empty(3, pin_memory=True).copy_(stats, non_blocking=True), torch.cuda.Event()
             event.record()
@@ -1257,11 +1268,6 @@ def train() -> dict:
         else:
             unread.append((step, stats, None))
             look()
-            if math.isfinite(figures["norm"]):
-                optimize(lr_factor(step))
-            else:
-                for opt in optimizers:
-                    opt.zero_grad(set_to_none=True)
         step += 1
         if profiler:
             profiler.step()
@@ -1305,7 +1311,7 @@ def train() -> dict:
         profiler.stop()
     if world > 1:
         Watch.done.set()
-        dist.barrier(device_ids=devices)  # rank 0 holds the store, so it leaves last
+        dist.barrier(device_ids=devices)  # rank 0 holds the store: it waits until all are here
         if where.type == "cuda":
             dist.destroy_process_group()  # gloo's ends with the process: destroying it can wait for a thread that waits for the GIL
     return dict(run=run, log=log_path, step=step, val_loss=val_loss, val_acc=val_acc, train_time=train_time, loss=figures["loss"])

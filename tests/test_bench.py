@@ -138,7 +138,7 @@ def test_suite_a_1_2b_fits_32_gb_on_each_of_8(optimizer):
     t.configure(["--preset=suite-a-1.2b", f"--optimizer={optimizer}", "--activation_checkpointing=true", "--micro_batch_size=1"])
     with torch.device("meta"):
         model = t.Model(32000)
-    assert sum(t.memory_estimate(model, world=8).values()) < 32e9
+    assert sum(t.memory_estimate(model, world=8, gpu=True, bf16=True).values()) < 32e9
 
 
 @pytest.mark.parametrize("script, changes", [
@@ -162,7 +162,7 @@ def test_the_memory_estimate_is_within_a_tenth_of_the_measured_peak(bench, scrip
     for event in sorted((e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns()):
         now += event.nbytes()
         peak = max(peak, now)
-    assert sum(t.memory_estimate(models[-1], world=1).values()) == pytest.approx(peak, rel=0.1)
+    assert sum(t.memory_estimate(models[-1], world=1, gpu=False, bf16=True).values()) == pytest.approx(peak, rel=0.1)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

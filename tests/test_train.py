@@ -30,9 +30,9 @@ TINY = dict(dataset="tiny", n_layer=1, n_head=2, n_embd=32, block_size=16, batch
 
 
 # ---------------------------------------------------------------------------------------------------------------------- tools
-def fresh():
+def fresh(script="train_gpt.py"):
     """A fresh copy of the script's module: its globals are the defaults."""
-    spec = importlib.util.spec_from_file_location("train_gpt_fresh", ROOT / "train_gpt.py")
+    spec = importlib.util.spec_from_file_location("train_fresh", ROOT / script)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -610,6 +610,18 @@ def test_without_a_compiler_it_runs_eagerly_after_one_warning(place):
     assert eager.keys() == uncompiled.keys() and all(eager[key] == pytest.approx(uncompiled[key], abs=1e-4) for key in eager)
 
 
+def test_every_command_that_is_shown_runs():
+    """Of README and of both scripts' docstrings: known flags in the right place, and a batch that its ranks can share."""
+    texts, found = [(ROOT / "README.md").read_text(), *((ROOT / f"train_{kind}.py").read_text()[:1500] for kind in ("gpt", "llama"))], 0
+    for launch, script, rest in re.findall(r"^ *(torchrun .*|python )(train_\w+\.py)(.*)$", "\n".join(texts), flags=re.M):
+        module = fresh(script)
+        module.configure(rest.partition("#")[0].split())
+        ranks = math.prod(int(n) for n in re.findall(r"--n(?:nodes|proc_per_node)=(\d+)", launch))
+        assert module.batch_size % (ranks * (module.micro_batch_size or 1)) == 0, (launch, rest)
+        found += 1
+    assert found > 12
+
+
 # ---------------------------------------------------------------------------------------------------------------------- not finite
 def break_backward(module, bad: set) -> dict:
     """The gradient of these micro-batches (4 an update, the first 4 are the warm-up's) becomes infinite; the loss stays as it is.
@@ -638,7 +650,7 @@ def test_an_update_with_a_gradient_that_is_not_finite_is_left_out():
     assert [torch.equal(weights[step], weights[step + 1]) for step in range(5)] == [False, False, True, False, False]
     saved = checkpoint("skip", 6)
     assert saved["skipped"] == 1 and result["step"] == 6 and math.isfinite(result["val_loss"])
-    assert {entry["step"] for opt in saved["optimizers"] for entry in opt["state"].values()} == {5}
+    assert {entry["step"] for opt in saved["optimizers"] for entry in opt["state"].values()} == {6}  # counted
     assert not Path("checkpoints/skip/step_00000003.pt").exists()  # a run that goes on from a checkpoint repeats what was left out
 
 
