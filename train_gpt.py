@@ -1056,7 +1056,8 @@ def train() -> dict:
                                 timeout=timedelta(minutes=2 * timeout_minutes))
         local = {"resume", "run_name", "device", "threads", "data_dir", "log_dir", "checkpoint_dir"}
         agree({"globals": str({name: globals()[name] for name in GLOBALS if name not in local}), "code": source_hash(),
-               "data": train_shards.checksum + val_shards.checksum, "torch version": torch.__version__}, where, rank, world)
+               "data": train_shards.checksum + val_shards.checksum, "torch version": torch.__version__,
+               "hardware (bf16 or not; say --dtype)": str(uses_bf16(where))}, where, rank, world)
     torch.manual_seed(seed)
     raw = Model(vocab)
     initialise(raw)
