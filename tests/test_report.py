@@ -413,3 +413,18 @@ def test_zeroshot_tasks_of_two_files_add_up_and_never_overwrite(tmp_path, run):
         run("--zeroshot", a, a, logs=False)
     with pytest.raises(report.UserError, match="holds no results"):
         run("--zeroshot", write(tmp_path, "c.json", "{}"), logs=False)
+
+
+# -----------------------------------------------------------------------------
+# Findings of a review
+
+def test_parameters_in_bf16_are_configurations_that_are_compared_over_common_seeds(tmp_path, run):
+    finals = {("float32", False): (1.00, 1.04, 1.01), ("bfloat16", False): (1.02, 1.07, 1.05), ("bfloat16", True): (1.01, 1.06)}
+    for (dtype, rounding), losses in finals.items():
+        for seed, final in enumerate(losses, 1):
+            write(tmp_path / "logs", f"{dtype}-{rounding}-{seed}.txt", log_text(
+                "muon-vs", seed, (5.0, 2.0, final), run_name=f"{dtype}{rounding}{seed}", param_dtype=dtype, stochastic_rounding=rounding))
+    run("--baseline", "muon-vs param_dtype=float32 stochastic_rounding=False")
+    found = {row["optimizer"]: (row["n"], float(row["difference"])) for row in rows_of(tmp_path / "out/paired.csv")}
+    assert found == {"muon-vs param_dtype=bfloat16 stochastic_rounding=False": ("3", pytest.approx(-0.03)),
+                     "muon-vs param_dtype=bfloat16 stochastic_rounding=True": ("2", pytest.approx(-0.015))}

@@ -39,7 +39,8 @@ RUN = {"seed", "preset", "run_name", "resume", "allow_change", "log_dir", "check
        "log_interval", "checkpoint_interval", "keep_checkpoints", "sample_tokens", "wandb", "tensorboard", "profile",
        "device", "threads", "timeout_minutes", "max_skipped"}
 OPTIMIZER = {"optimizer", "learning_rate", "adam_lr", "weight_decay", "momentum", "gamma", "beta2", "muon_eps",
-             "ns_steps", "ns_eps", "adjust_lr_fn", "adam_beta1", "adam_beta2", "adam_eps"}
+             "ns_steps", "ns_eps", "adjust_lr_fn", "adam_beta1", "adam_beta2", "adam_eps", "param_dtype",
+             "stochastic_rounding"}
 ORDER = ["adamw", "muon", "adamuon", "normuon", "muon2", "muon-nsr-post", "muon-nsr", "muon-vs"]   # as in the paper
 SWEEPS = {"gamma": "variance coefficient γ", "learning_rate": "learning rate", "ns_steps": "Newton–Schulz steps K"}
 
