@@ -428,3 +428,11 @@ def test_parameters_in_bf16_are_configurations_that_are_compared_over_common_see
     found = {row["optimizer"]: (row["n"], float(row["difference"])) for row in rows_of(tmp_path / "out/paired.csv")}
     assert found == {"muon-vs param_dtype=bfloat16 stochastic_rounding=False": ("3", pytest.approx(-0.03)),
                      "muon-vs param_dtype=bfloat16 stochastic_rounding=True": ("2", pytest.approx(-0.015))}
+
+
+@pytest.mark.parametrize("seeds, message", [
+    ("8..1", "found --seeds=8..1; expected"), ("1,3..2", "found --seeds=1,3..2; expected"),
+    ("7..9", "--seeds selects none of the logs; found seeds 1, 2, 3")])
+def test_seeds_that_select_nothing_are_a_mistake(run, logs, seeds, message):
+    with pytest.raises(report.UserError, match=re.escape(message)):
+        run("--seeds", seeds)

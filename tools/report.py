@@ -158,7 +158,7 @@ def read_log(path, text):
 
 def read_logs(paths, seeds=()):
     """Files and folders -> finished runs, each once; whatever else was there is named."""
-    runs = {}
+    runs, others = {}, set()
     for path in map(Path, paths):
         for file, text in texts(path):
             run = read_log(file, text)
@@ -170,6 +170,10 @@ def read_logs(paths, seeds=()):
                 if twin is not run:
                     note(f"{file}: the same run as {twin.path}; the longer log counts, once")
                     runs[key] = max(twin, run, key=lambda r: max(r.evals))
+            else:
+                others.add(run.seed)
+    if not runs and others:
+        raise UserError(f"--seeds selects none of the logs; found seeds {', '.join(sorted(others, key=in_order))}")
     for run in runs.values():
         if run.budget not in run.evals and run.settings:
             note(f"{run.path}: unfinished, evaluated up to step {max(run.evals)} of {run.budget}; left out")
@@ -592,11 +596,11 @@ def main(argv=None):
     NOTES.clear()
     if not args.logs and not args.zeroshot:
         raise UserError("no logs given; expected files or folders: python tools/report.py logs")
-    if not re.fullmatch(r"(\d+(\.\.\d+)?(,(?=\d)|$))*", args.seeds):
+    ranges = [part.split("..") for part in args.seeds.split(",") if part]
+    if not re.fullmatch(r"(\d+(\.\.\d+)?(,(?=\d)|$))*", args.seeds) or any(int(r[0]) > int(r[-1]) for r in ranges):
         raise UserError(f"found --seeds={args.seeds}; expected numbers and ranges, such as --seeds=1..8 or --seeds=1,2")
     if args.check_record:
         return 0 if check_record(args.logs) else 1
-    ranges = [part.split("..") for part in args.seeds.split(",") if part]
     seeds = {str(seed) for ends in ranges for seed in range(int(ends[0]), int(ends[-1]) + 1)}
     report = Report(args.out)
     for e in build_experiments(read_logs(args.logs, seeds), args.baseline) if args.logs else []:
