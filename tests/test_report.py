@@ -436,3 +436,39 @@ def test_parameters_in_bf16_are_configurations_that_are_compared_over_common_see
 def test_seeds_that_select_nothing_are_a_mistake(run, logs, seeds, message):
     with pytest.raises(report.UserError, match=re.escape(message)):
         run("--seeds", seeds)
+
+
+@pytest.mark.parametrize("args, message", [
+    (["logs", "--out=file"], "--out=file is, or is in, a file; expected a folder"),
+    (["logs", "--out=file/x"], "--out=file/x is, or is in, a file"),
+    (["cut.tar.xz"], "cut.tar.xz is cut or damaged (Compressed file ended"), (["bad.tar.xz"], "bad.tar.xz is cut or damaged"),
+    (["--zeroshot", "list.json"], "list.json holds no results; expected what lm_eval"),
+    (["--zeroshot", "other.json"], "other.json holds no results"),
+    (["--zeroshot", "score.json"], "score.json: acc of race is 'N/A'; expected a number")])
+def test_files_that_cannot_be_read_or_written_get_one_line(tmp_path, monkeypatch, logs, capsys, args, message):
+    monkeypatch.chdir(tmp_path)
+    with tarfile.open("whole.tar.xz", "w:xz") as archive:
+        archive.add("logs")
+    whole, scores = (tmp_path / "whole.tar.xz").read_bytes(), harness({"race": 0.2})
+    (tmp_path / "cut.tar.xz").write_bytes(whole[:len(whole) // 2])
+    (tmp_path / "bad.tar.xz").write_bytes(whole[:500] + bytes(200) + whole[700:])
+    for name, text in {"file": "", "list.json": '{"results": [], "versions": {}, "n-shot": {}, "n-samples": {}}', "other.json": "[1]",
+                       "score.json": scores.replace("0.2", '"N/A"')}.items():
+        write(tmp_path, name, text)
+    monkeypatch.setattr(sys, "argv", ["report.py", *args])
+    assert report.cli() == 1
+    err = capsys.readouterr().err
+    assert err.startswith("report.py: error: ") and message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("change, found", [
+    (dict(seed=9), "8 runs of the seeds 1, 2, 3, 4, 5, 6, 7, 9"), (dict(threads=2), "threads differ"), (dict(profile=True), "profile differ"),
+    (dict(log_interval=99), "log_interval differ"), (dict(wandb="x"), "wandb differ"), (dict(torch="2.9.1"), "torch differ")])
+def test_a_record_leaves_out_no_seed_and_shares_all_settings(tmp_path, run, change, found):
+    record_logs(tmp_path / "logs", n=7)
+    record = {k: v for k, v in report.RECORD["task"].items() if k != "script"}
+    text = log_text("muon-vs", **{"seed": 8, "losses": (5.0, 3.0, 1.10), **record, **change}, log_dir="x", data_dir="y")
+    write(tmp_path / "logs", "r8.txt", text.replace("--torch=", "torch: "))
+    status, out, _ = run("--check-record")
+    failed = [line for line in out.splitlines() if line.startswith("FAIL")]
+    assert status == 1 and len(failed) == 1 and failed[0].endswith(f"[{found}]")

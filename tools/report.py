@@ -17,10 +17,12 @@ import argparse
 import csv
 import hashlib
 import json
+import lzma
 import math
 import re
 import sys
 import tarfile
+import zlib
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,12 +50,13 @@ SWEEPS = {"gamma": "variance coefficient γ", "learning_rate": "learning rate", 
 RECORD = {"task": {"script": "train_gpt.py", "dataset": "pysrc", "val_tokens_used": 262144,
                    "data_checksum": "6e662040d5978e96-515203b76c303fe2"},     # of CPython 3.11.7
           "target": 1.15, "min_seeds": 8, "p": 0.01}
+MAY_DIFFER = {"seed", "run_name", "resume", "log_dir", "checkpoint_dir", "data_dir"}    # between the runs of a record
 RULES = {
     "task": "All are runs of {script} on {dataset} ({data_checksum}) and validate on {val_tokens_used} tokens.",
     "whole": "Every log is whole, of a run that was not resumed, and evaluates after its last step.",
     "source": "Every log begins with the source that made it, the same in all.",
-    "settings": "All runs share their device and every global but the seed, names and paths.",
-    "seeds": "There are at least {min_seeds} runs, no two of one seed.",
+    "settings": "All runs share their device, torch and every global but the seed, names and paths.",
+    "seeds": "There are at least {min_seeds} runs, of the seeds 1, 2, 3 ... without a gap, no two of one seed.",
     "target": "Mean final validation loss is below {target} nats per byte: one-sided t-test over the runs, p < {p}.",
 }
 
@@ -110,9 +113,14 @@ def number(text):
 def texts(path):
     """A log, a folder of logs or an archive of them (.tar.xz, say) -> (path, text) of each."""
     if ".tar" in path.suffixes and path.is_file():
-        with tarfile.open(path) as archive:
-            members = sorted((m for m in archive if m.isfile() and m.name.endswith((".txt", ".log"))), key=lambda m: m.name)
-            return [(path / m.name, archive.extractfile(m).read().decode(errors="replace")) for m in members]
+        try:
+            with tarfile.open(path) as archive:
+                members = sorted((m for m in archive if m.isfile() and m.name.endswith((".txt", ".log"))),
+                                 key=lambda m: m.name)
+                return [(path / m.name, archive.extractfile(m).read().decode(errors="replace")) for m in members]
+        except (EOFError, OSError, tarfile.TarError, lzma.LZMAError, zlib.error) as e:
+            why = str(e).partition(":")[0]
+            raise UserError(f"{path} is cut or damaged ({why}); expected a whole archive: copy it again") from None
     files = sorted(f for f in path.rglob("*") if f.suffix in (".txt", ".log")) if path.is_dir() else [path]
     if missing := [f for f in files if not f.is_file()]:
         raise UserError(f"no log {missing[0]}; give files, folders or .tar archives of logs: python tools/report.py logs")
@@ -333,6 +341,8 @@ class Report:
 
     def __init__(self, out):
         self.out, self.text, self.csv = Path(out), [], {}
+        if not next(path for path in (self.out, *self.out.absolute().parents) if path.exists()).is_dir():
+            raise UserError(f"--out={out} is, or is in, a file; expected a folder, such as --out=report")
 
     def table(self, name, experiment, caption, columns, rows, lowest=()):
         """columns: title -> format; (mean, half-width) is one value; bold: the least of a column in lowest."""
@@ -514,8 +524,8 @@ def check_record(paths):
     runs = read_logs(paths)
     wrong = {f"{k}={found}" for run in runs for k, v in RECORD["task"].items()
              if (found := run.env.get(k, run.settings.get(k))) != str(v)}
-    flags = [{k: v for k, v in run.settings.items() if k not in RUN} | {
-        k: run.env.get(k) for k in ("device", "world_size")} for run in runs]
+    flags = [{k: v for k, v in run.settings.items() if k not in MAY_DIFFER} | {
+        k: run.env.get(k) for k in ("device", "world_size", "torch")} for run in runs]
     unequal = {k for f in flags for k in f.keys() | flags[0].keys() if f.get(k) != flags[0].get(k)}
     seeds, sources = {run.seed for run in runs}, {run.source for run in runs}
     loss = np.array([run.final_loss for run in runs])
@@ -525,7 +535,8 @@ def check_record(paths):
         "whole": (not NOTES, "; ".join(NOTES) or "all"),
         "source": (len(sources) == 1 and "" not in sources, f"{len(sources)} source(s)"),
         "settings": (not unequal, ", ".join(sorted(unequal)) + " differ" if unequal else "all"),
-        "seeds": (len(seeds) == len(runs) >= RECORD["min_seeds"], f"{len(seeds)} seeds in {len(runs)} runs"),
+        "seeds": (seeds == {f"{i}" for i in range(1, len(runs) + 1)} and len(runs) >= RECORD["min_seeds"],
+                  f"{len(runs)} runs of the seeds {', '.join(sorted(seeds, key=in_order))}"),
         "target": (p < RECORD["p"], f"mean {loss.mean():.5f}, p = {p:.2g}"),
     }
     for name, rule in RULES.items():
@@ -549,9 +560,11 @@ def zeroshot(report, specs):
         try:
             data = json.loads(Path(file).read_text(encoding="utf-8"))
             results, versions, shots, samples = (data[k] for k in ("results", "versions", "n-shot", "n-samples"))
+            if not all(isinstance(x, dict) for x in (versions, shots, *results.values(), *samples.values())):
+                raise TypeError
         except OSError as e:
             raise UserError(f"cannot read '{file}': {e.strerror}; expected [NAME=]FILE of lm-eval-harness") from None
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise UserError(f"{file} holds no results; expected what lm_eval --output_path wrote") from None
         scores = models.setdefault(name or Path(data.get("model_name") or file).name, {})
         for task, (_, metric, version) in ZEROSHOT.items():
@@ -559,7 +572,9 @@ def zeroshot(report, specs):
                 continue
             if task in scores:
                 raise UserError(f"{file}: {task} of this model was in an earlier file; tell models apart: NAME={file}")
-            scores[task] = 100 * results[task][f"{metric},none"]
+            if not isinstance(score := results[task][f"{metric},none"], (int, float)):
+                raise UserError(f"{file}: {metric} of {task} is {score!r}; expected a number: run that task again")
+            scores[task] = 100 * score
             count = samples.get(task, {})
             for what, found, expected in (("version", versions.get(task), version), ("shots", shots.get(task), 0),
                                           ("samples", count.get("effective"), count.get("original"))):
@@ -620,6 +635,8 @@ def cli():
         message = str(e)
     except ModuleNotFoundError as e:
         message = f"package {e.name} is missing; tables and figures need it: pip install {e.name}"
+    except OSError as e:
+        message = f"{e}; expected logs that can be read and a folder --out that can be written"
     print(f"report.py: error: {message}", file=sys.stderr)
     return 1
 
