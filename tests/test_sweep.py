@@ -177,7 +177,9 @@ def test_train_gpt_end_to_end(fake, capsys):
     (["nowhere.py"], "no script 'nowhere.py'"),
     (["train_fake.py", "--study=none"], "unknown study 'none'; expected one of seeds"),
     (["train_fake.py", "--jobs=0"], "found --jobs=0"), (["train_fake.py", "--jobs=9999"], "needs 9999 cores"),
-    (["train_fake.py", "--seed"], "found '--seed'"), (["train_fake.py", "--seed=1,,2"], "found '--seed=1,,2'")])
+    (["train_fake.py", "--seed"], "found '--seed'"), (["train_fake.py", "--seed=1,,2"], "found '--seed=1,,2'"),
+    (["train_fake.py", "--log_dir=train_fake.py/x"], "cannot make the folder --log_dir=train_fake.py/x: Not a directory"),
+    (["train_fake.py", "--log_dir=train_fake.py"], "cannot make the folder --log_dir=train_fake.py: File exists")])
 def test_mistakes_are_one_line(fake, args, message):
     command = [sys.executable, os.path.join(ROOT, "tools/sweep.py"), *args]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -224,7 +224,10 @@ def main(argv=None):
     print(f"{len(runs)} runs, {len(runs) - len(todo)} of them finished before")
     if "--dry_run" in words:
         return 0
-    logs.mkdir(parents=True, exist_ok=True)
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UserError(f"cannot make the folder --log_dir={logs}: {e.strerror}; give one that can be written") from None
     failed = sweep(todo, free)
     print(f"{len(runs)} runs: {len(runs) - len(failed)} finished, {len(failed)} failed", *failed, sep="\n  ")
     return 1 if failed else 0
