@@ -344,7 +344,8 @@ class _Sharded(torch.optim.Optimizer):
         """One update of every parameter with a gradient; the others keep value and state, weight decay included.
 
         Returns closure()'s loss. A matrix (for AdamW a parameter) whose gradient has a NaN or inf keeps its value and buffers
-        too: counted in `self.skipped`, a tensor that nobody waits for until you read it, and on a CPU told by a warning.
+        too, but its step counts: added to `self.skipped`, a tensor that nobody waits for until you read it, and on a CPU told
+        by a warning.
         """
         loss = None
         if closure is not None:
