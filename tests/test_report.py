@@ -27,7 +27,8 @@ SOURCE = '"""\nstep:800/800 val_loss:0.00001 train_time:1.000s\nfinal val_loss:0
 
 def log_text(optimizer="muon", seed=1, losses=(5.0, 3.0, 2.0, 1.5, 1.2, 1.0), max_iters=500, ms=10.0, acc=0.5,
              sample="", **settings):
-    """A finished log in the format of the train scripts, with len(losses) evaluations from step 0 to max_iters."""
+    """A finished log in the format of the train scripts, with len(losses) evaluations from step 0 to max_iters; the
+    accuracy grows to acc in equal parts."""
     every = max_iters // (len(losses) - 1)
     env = {"python": "3.12", "device": "cpu", "world_size": 1, "started": "2025-01-01T00:00:00",
            "script": "train_gpt.py", "run_name": f"demo-{optimizer}-seed{seed}", "val_tokens_used": 65536,
@@ -40,7 +41,8 @@ def log_text(optimizer="muon", seed=1, losses=(5.0, 3.0, 2.0, 1.5, 1.2, 1.0), ma
         step = i * every
         clock = f"train_time:{step * ms / 1e3:.3f}s step_avg:{ms:.2f}ms"
         lines.append(f"step:{step}/{max_iters} train_loss:{loss:.5f} {clock} lr:0.0100000 mfu:n/a time_left:97s")
-        lines.append(f"step:{step}/{max_iters} val_loss:{loss:.5f} {clock} val_acc:{acc:.4f}")
+        lines.append(f"step:{step}/{max_iters} val_loss:{loss:.5f} {clock} "
+                     f"val_acc:{acc * i / (len(losses) - 1):.4f}")
     lines.append(f"final val_loss:{losses[-1]:.5f} train_time:{max_iters * ms / 1e3:.3f}s step_avg:{ms:.2f}ms "
                  "peak_memory_mib:900 optimizer_state_mib:22.5")
     header = [f"{k}: {v}" for k, v in env.items()] + [f"--{k}={v}" for k, v in (flags | settings).items()]
@@ -94,7 +96,8 @@ def test_reads_a_log(tmp_path, capsys):
     assert run.budget == 500 and run.settings["gamma"] == "1000.0" and run.env["data_checksum"] == "abcd1234"
     assert run.source.startswith(SOURCE) and "optim" in run.source
     assert sorted(run.evals) == [0, 100, 200, 300, 400, 500]        # none from the source's docstring or the sample
-    assert run.evals[500] == (1.0, 5.0, 0.5) and run.memory == {"peak_memory_mib": 900, "optimizer_state_mib": 22.5}
+    assert run.evals[500] == (1.0, 5.0, 0.5) and run.evals[100] == (3.0, 1.0, 0.1)
+    assert run.memory == {"peak_memory_mib": 900, "optimizer_state_mib": 22.5}
     assert capsys.readouterr().err == ""
 
 
@@ -173,6 +176,15 @@ def test_duplicates_count_once(tmp_path, run, logs):
     _, _, err = run(logs / "muon-3.txt")
     assert err.count("the same run as") == 3
     assert rows_of(tmp_path / "out/final.csv")[0]["n"] == "3"
+
+
+@pytest.mark.parametrize("cut", ["a.txt", "b.txt"])
+def test_of_two_copies_the_longer_counts(tmp_path, run, cut):
+    for name in "a.txt", "b.txt":
+        text = log_text("muon", 1)
+        write(tmp_path / "logs", name, text[:text.index("step:400/500")] if name == cut else text)
+    status, _, err = run()
+    assert status == 0 and "the longer log counts, once" in err and "unfinished" not in err
 
 
 def test_an_archive_of_logs_is_a_folder(tmp_path, run, logs):
@@ -290,9 +302,13 @@ def test_pairs_only_common_seeds(tmp_path, run, logs):
 
 
 def test_speedups_by_hand(tmp_path, run):
-    # Muon at 20, 40, ... %: 3, 2, 1.5, 1.2, 1. The other is faster, never below 1.1, and its steps take twice as long.
-    write(tmp_path / "logs", "a.txt", log_text("muon", 1, (5.0, 3.0, 2.0, 1.5, 1.2, 1.0)))
-    write(tmp_path / "logs", "b.txt", log_text("muon-vs", 1, (5.0, 2.0, 1.2, 1.1, 1.1, 1.1), ms=20.0))
+    """Of the mean curves over two seeds, one above and one below, and of their mean times."""
+    for optimizer, ms, apart, curve in (("muon", 14.0, 0.5, (3.0, 2.0, 1.5, 1.2, 1.0)),
+                                        ("muon-vs", 28.0, -0.4, (2.0, 1.2, 1.1, 1.1, 1.1))):
+        for seed, sign in (1, 1), (2, -1):
+            losses = (5.0, *(loss + sign * apart for loss in curve))
+            text = log_text(optimizer, seed, losses, ms=ms + 10 * sign * apart, acc=0.55 + 0.05 * sign)
+            write(tmp_path / "logs", f"{optimizer}-{seed}.txt", text)
     run()
     target, steps, time = rows_of(tmp_path / "out/speedup.csv")
     assert [target[f"{p} %"] for p in report.CHECKPOINTS] == ["3.0000", "2.0000", "1.5000", "1.2000", "1.0000"]
@@ -300,9 +316,32 @@ def test_speedups_by_hand(tmp_path, run):
     assert [float(steps[f"{p} %"]) for p in report.CHECKPOINTS] == pytest.approx(by_hand, nan_ok=True)
     assert [float(time[f"{p} %"]) for p in report.CHECKPOINTS] == pytest.approx([x / 2 for x in by_hand], nan_ok=True)
     assert "| muon-vs | steps | 1.50 | 2.00 | 1.85 | 2.00 | – |" in (tmp_path / "out/report.md").read_text()
+    baseline, other = rows_of(tmp_path / "out/cost.csv")
+    assert baseline["excess %"] == "nan" and float(other["excess %"]) == pytest.approx(100)     # twice the time
+    assert [float(r["top-1 acc"]) for r in rows_of(tmp_path / "out/final.csv")] == pytest.approx([0.55, 0.55])
+    assert float(rows_of(tmp_path / "out/curves.csv")[1]["top-1 acc"]) == pytest.approx(0.11)   # a fifth of it at 20 %
 
 
-def test_tables_and_figures(tmp_path, run, logs):
+def test_losses_at_checkpoints_lie_on_the_line_between_evaluations(tmp_path, run):
+    write(tmp_path / "logs", "a.txt", log_text("muon", 1, (5.0, 3.0, 2.0)))     # at steps 0, 250 and 500
+    run()
+    [row] = rows_of(tmp_path / "out/checkpoints.csv")
+    assert [float(row[f"{p} %"]) for p in report.CHECKPOINTS] == pytest.approx([4.2, 3.4, 2.8, 2.4, 2.0])
+
+
+def test_the_baseline_is_the_configuration_with_most_seeds_then_the_best(tmp_path, run):
+    for lr, finals in (0.01, (1.3, 1.3)), (0.02, (1.1, 1.1)), (0.03, (0.9,)):
+        for seed, final in enumerate(finals, 1):
+            name = f"lr{lr}-seed{seed}"
+            write(tmp_path / "logs", f"{name}.txt", log_text("muon", seed, (5.0, final), run_name=name, learning_rate=lr))
+    _, _, err = run()
+    assert "3 configurations of muon; the baseline is 'muon learning_rate=0.02'" in err
+    assert [float(r["Δ"]) for r in rows_of(tmp_path / "out/final.csv")] == pytest.approx([-0.2, math.nan, 0.2], nan_ok=True)
+
+
+def test_tables_and_figures(tmp_path, run, logs, monkeypatch):
+    bands, axes = [], pytest.importorskip("matplotlib.axes").Axes
+    monkeypatch.setattr(axes, "fill_between", lambda ax, x, low, high, **how: bands.append(high - low))
     _, out, _ = run(draw=True)
     assert out.startswith("wrote ") and out.endswith("report.md\n")
     first, second, _ = rows_of(tmp_path / "out/final.csv")
@@ -314,6 +353,7 @@ def test_tables_and_figures(tmp_path, run, logs):
     checkpoints = rows_of(tmp_path / "out/checkpoints.csv")[0]
     half = stats.t.ppf(0.975, 2) * np.std(LOSSES["muon"], ddof=1) / math.sqrt(3)
     assert float(checkpoints["40 %"]) == 2.0 and float(checkpoints["100 % ±"]) == pytest.approx(half)
+    assert bands[0] == pytest.approx([0, 0, 0, 0, 2 * half])        # muon's losses over steps: the seeds differ in the last
     assert len(rows_of(tmp_path / "out/curves.csv")) == 3 * 6
     markdown = (tmp_path / "out/report.md").read_text()
     assert "| muon-nsr | 3 | **0.9867 ± 0.0379** |" in markdown         # the lowest mean is bold
@@ -355,9 +395,11 @@ def test_record_passes(tmp_path, run):
 
 @pytest.mark.parametrize("change, rule", [
     (dict(n=7), "seeds"), (dict(losses=(1.10, 1.22)), "target"), (dict(dataset="other"), "task"),
-    (dict(data_checksum="0-0"), "task")])
+    (dict(data_checksum="0-0"), "task"), (dict(world_size=2), "settings"), (dict(gamma=1.0), "settings")])
 def test_record_fails(tmp_path, run, change, rule):
-    record_logs(tmp_path / "logs", **change)
+    record_logs(tmp_path / "logs", **({} if rule == "settings" else change))
+    if rule == "settings":      # of one log only
+        record_logs(tmp_path / "logs", n=1, **change)
     status, out, _ = run("--check-record")
     failed = [line for line in out.splitlines() if line.startswith("FAIL")]
     sentence = report.RULES[rule].format(**report.RECORD, **report.RECORD["task"])
