@@ -203,7 +203,8 @@ def train_script(t, job: dict, where: torch.device, clock: Clock) -> None:
         model = built["model"]
         facts.update(start=time.time() - job["began"], threads=torch.get_num_threads(), flops=t.flops_per_token(model),
                      parameters=sum(p.numel() for p in model.parameters()), hardware_peak=t.peak_flops(where),
-                     estimate=sum(t.memory_estimate(model, t.dist.get_world_size() if dist.is_initialized() else 1).values()))
+                     estimate=sum(t.memory_estimate(model, dist.get_world_size() if dist.is_initialized() else 1,
+                                                    where.type == "cuda", t.uses_bf16(where)).values()))
         clock.facts = lambda: {**facts, "state": state_size(built["optimizers"])}
         clock.wait()
         return {"signal": None, "time": 0.0}

@@ -5,7 +5,7 @@ set -euo pipefail
 size="--n_layer=2 --n_embd=128 --n_head=2 --block_size=128 --max_iters=200 --warmup_iters=10 --adam_lr=0.005 --val_tokens=65536
       --eval_interval=40 --sample_tokens=0 --keep_checkpoints=1 --device=cpu --checkpoint_dir=/tmp/small"
 sweep() { python tools/sweep.py "$@" $size --jobs="${JOBS:-2}" < /dev/null; }
-report() { python tools/report.py "${@:2}" --out "records/small/$1"; }
+report() { python tools/report.py "${@:2}" --out "records/small/$1"; }  # README shows gpt/gpt-demo-loss-steps.png; no other PNG is kept
 all=adamw,muon,adamuon,normuon,muon2,muon-nsr,muon-vs
 for what; do case $what in
 search)  # the same five learning rates for everyone, a seed that is not reported; adamw's best was the lowest, so it got two more
