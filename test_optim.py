@@ -861,6 +861,7 @@ def ranks_worker(rank, folder):
                 if ranks == 2:
                     torch.save((half, saved), f"{folder}/saved-{rank}")
                     missing_gradient(rank)
+                    stochastic_rounding(rank)
                 dist.destroy_process_group()
     wait_for = Path(folder, "saved-0"), Path(folder, "saved-1")
     (half, saved), (_, of_rank_1) = (torch.load(path) for path in wait_for)
@@ -893,7 +894,7 @@ def missing_gradient(rank):
     """A gradient that is missing on one rank only, or on all, hangs nobody; the owner's gradient decides."""
     params, optimizers = build("muon-vs")
     train(params, optimizers, 1)
-    for absent in (params[0], params[2], params[-3]):
+    for absent in (params[0], params[2], params[-3], params[-2]):  # the last is a vector
         set_gradients(params, 1)
         if rank == 1:
             absent.grad = None
@@ -902,6 +903,20 @@ def missing_gradient(rank):
             opt.step()
             opt.state_dict()
     train(params, optimizers, 1, start=2)
+
+
+def stochastic_rounding(rank):
+    """Ranks that draw different noise still end with the same vectors and matrices."""
+    torch.manual_seed(rank)
+    params = [torch.nn.Parameter(torch.ones(shape, dtype=torch.bfloat16)) for shape in ((64,), (8, 8))]
+    opt = AdamW(params, lr=1e-3, stochastic_rounding=True, compile=False)
+    for _ in range(3):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        opt.step()
+    both = [None, None]
+    dist.all_gather_object(both, [p.float().tolist() for p in params])
+    assert both[0] == both[1]
 
 
 def test_ranks(tmp_path):
