@@ -14,13 +14,13 @@ five Newton-Schulz steps per second of the whole step, in TFLOP/s and as a share
 on all ranks here and now; fewer operations give more than 100 %. state: what the optimizer keeps on this rank. extra: the most
 memory that a step takes on top of parameters, gradients and state.
 """
-import argparse
 import contextlib
 import ctypes
 import math
 import os
 import platform
 import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -35,14 +35,9 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 import optim  # noqa: E402
-from bench_train import UserError, forget_peak, load, peak  # noqa: E402
+from bench_train import Parser, UserError, forget_peak, load, peak  # noqa: E402
 
 MIB = 2**20
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise UserError(f"{message}; see: python tools/bench_optim.py --help")
 
 
 def script_of(preset: str) -> Path:
@@ -209,7 +204,10 @@ def overhead(args) -> str:
     """The paper's overhead table: a whole update of the training script, updates 10 to 10 + --updates."""
     script, last, figures = ROOT / args.script if args.script else script_of(args.preset), 10 + args.updates, {}
     base = "muon" if "muon" in args.optimizers else args.optimizers[0]
-    Path(args.out).mkdir(parents=True, exist_ok=True)
+    try:
+        Path(args.out).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the folder --out={args.out}: {error.strerror}; give one that can be written") from None
     for name in args.optimizers:
         run = f"overhead-{args.preset}-{name}-{time.strftime('%Y%m%d-%H%M%S')}"
         with tempfile.TemporaryDirectory(dir=args.out) as checkpoints:  # nobody needs them
@@ -236,7 +234,7 @@ def overhead(args) -> str:
 
 
 def main(argv: list[str]) -> str:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = Parser("bench_optim.py", __doc__)
     parser.add_argument("--preset", default="gpt2-small", help="of train_gpt.py or train_llama.py: its matrices")
     parser.add_argument("--shapes", default="", help="instead of a preset: ROWSxCOLUMNS:COUNT,...")
     parser.add_argument("--optimizers", type=lambda s: s.split(","), default=None, help="torch, torch-adamw, adamw, kj, dion, and variants")
@@ -275,7 +273,8 @@ def main(argv: list[str]) -> str:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
     where = torch.cuda.get_device_name() if args.device == "cuda" else load(ROOT / "train_gpt.py").cpu_name()
-    head = (f"{where}, {torch.get_num_threads()} threads a rank, {optim._world()} ranks; torch {torch.__version__}, "
+    head = (f"command: {shlex.join(['python', 'tools/bench_optim.py', *argv])}\n"
+            f"{where}, {torch.get_num_threads()} threads a rank, {optim._world()} ranks; torch {torch.__version__}, "
             f"Python {platform.python_version()}\n")
     return head + (overhead(args) if args.overhead else bench(args))
 

@@ -31,6 +31,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zlib
 from collections import Counter
@@ -48,6 +49,16 @@ VOCABULARY = {"pysrc": 257, "dclm": 32000, "c4": 32000}  # of a dataset's tokeni
 
 class UserError(Exception):
     """A mistake of the user: one line on stderr, exit status 1."""
+
+
+class Parser(argparse.ArgumentParser):
+    """With its mistakes in one line."""
+
+    def __init__(self, prog: str, doc: str):
+        super().__init__(prog, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+
+    def error(self, message):
+        raise UserError(f"{message}; see: python tools/{self.prog} --help")
 
 
 class Done(BaseException):
@@ -87,8 +98,12 @@ class Clock:
         self.synchronize()
         if self.round == 1:
             forget_peak(self.gpu)
-        while (self.folder / "turn").read_text() != f"{self.job['row']} {self.round}":
-            time.sleep(0.01)
+        try:
+            while (self.folder / "turn").read_text() != f"{self.job['row']} {self.round}":
+                os.kill(self.job["bench"], 0)
+                time.sleep(0.01)
+        except OSError:
+            os._exit(1)  # the bench is gone, or its folder
         self.left, self.stamps, self.on = 1 + (self.job["updates"] if self.round else self.job["warmup"]), [], True
         self.tick("other")
 
@@ -319,22 +334,41 @@ class Row:
                 self.process = subprocess.Popen(
                     [sys.executable, *launch, __file__, "--worker", json.dumps({**self.job, "began": time.time()})],
                     stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
-        while not path.exists() or path.read_text().count("\n") <= round:
-            if self.process.poll() is not None and (not path.exists() or path.read_text().count("\n") <= round):
+        begin, written = time.monotonic(), lambda: path.exists() and path.read_text().count("\n") > round
+        while not written():
+            ended = self.process.poll() is not None
+            if (ended or time.monotonic() - begin > 60 * self.job["timeout"]) and not written():
                 lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+                if not ended:
+                    raise UserError(too_late(self.title, self.job["timeout"], lines[-1] if lines else "none"))
                 told = [line for line in lines if ": error: " in line] or lines or [f"exit status {self.process.returncode}"]
                 raise UserError(f"{self.title} ended early: {told[-1].strip()[:300]}")
             time.sleep(0.02)
         self.blocks.append(json.loads(path.read_text().splitlines()[round]))
 
     def end(self) -> None:
-        if self.process and self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+        if self.process:
+            kill(self.process, launched=self.ranks > 1)
 
     @property
     def seconds(self) -> list[float]:
         return [block["seconds"] for block in self.blocks[1:]]
+
+
+def too_late(title: str, timeout: float, line: str) -> str:
+    return f"{title} took longer than --timeout={timeout:g} minutes, give it more if it needs them; its last line: {line.strip()[:300]}"
+
+
+def kill(process: subprocess.Popen, launched: bool) -> None:
+    """launched: by torchrun, whose workers have sessions of their own, so that it has to end them; a stopped one after 30 s."""
+    if launched and process.poll() is None:
+        process.terminate()
+        process.send_signal(signal.SIGCONT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(40)
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def ratio(row: Row, to: Row) -> float:
@@ -372,7 +406,7 @@ def random_shard(path: Path, tokens: int, vocab: int) -> None:
     path.write_bytes(header.tobytes() + payload)
 
 
-def modded(path: Path, folder: Path, updates: int = 40, tokens: int = 8 * 64 * 1024) -> str:
+def modded(path: Path, folder: Path, updates: int = 40, tokens: int = 8 * 64 * 1024, timeout: float = 30) -> str:
     """Runs modded-nanogpt's train_gpt_simple.py on one GPU until its clock has shown `updates`, the first 10 apart; what it did."""
     script = path / "records/track_3_optimization/train_gpt_simple.py"
     if not script.exists():
@@ -381,7 +415,9 @@ def modded(path: Path, folder: Path, updates: int = 40, tokens: int = 8 * 64 * 1
     random_shard(folder / "data/fineweb10B/fineweb_val_000000.bin", 21 * 524288, 50257)
     process = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", str(script.resolve())],
                                cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
-    clock, line = {}, ""
+    clock, line, late = {}, "", threading.Event()
+    timer = threading.Timer(60 * timeout, lambda: (late.set(), kill(process, launched=True)))
+    timer.start()
     try:
         for line in process.stdout:
             if (found := re.match(r"step:(\d+)/\d+ train_time:([\d.]+)s", line)):
@@ -390,20 +426,22 @@ def modded(path: Path, folder: Path, updates: int = 40, tokens: int = 8 * 64 * 1
                 seconds = (clock[updates] - clock[10]) / (updates - 10)
                 return (f"modded-nanogpt's train_gpt_simple.py: {tokens / seconds:,.0f} tokens/s, {1000 * seconds:.1f} ms/update of "
                         f"{tokens:,} tokens")
-        raise UserError(f"modded-nanogpt's train_gpt_simple.py ended early: {line.strip()[:300]}")
+        raise UserError(too_late("modded-nanogpt's train_gpt_simple.py", timeout, line) if late.is_set() else
+                        f"modded-nanogpt's train_gpt_simple.py ended early: {line.strip()[:300]}")
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        timer.cancel()
+        kill(process, launched=True)
 
 
 def main(argv: list[str]) -> str:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = Parser("bench_train.py", __doc__)
     parser.add_argument("--script", default="train_gpt.py")
     parser.add_argument("--optimizers", default="adamw,muon-vs")
     parser.add_argument("--ranks", default="1", help="for instance 1,2,4")
     parser.add_argument("--rounds", type=int, default=9, help="blocks of a row")
     parser.add_argument("--updates", type=int, default=4, help="that count, of a block")
     parser.add_argument("--warmup", type=int, default=5, help="updates")
+    parser.add_argument("--timeout", type=float, default=30.0, help="minutes of a block, of the warm-up with its compilation, of --modded")
     parser.add_argument("--nanogpt", help="a clone of karpathy/nanoGPT")
     parser.add_argument("--modded", help="a clone of KellerJordan/modded-nanogpt")
     args, flags = parser.parse_known_args(argv)
@@ -412,6 +450,8 @@ def main(argv: list[str]) -> str:
         raise UserError(f"--script={args.script}: there is no {script}; expected train_gpt.py or train_llama.py")
     if min(args.rounds, args.updates, args.warmup) < 1 or not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", args.ranks):
         raise UserError("--rounds, --updates and --warmup are at least 1, --ranks is a list such as 1,2,4")
+    if not 0 < args.timeout < 1e6:
+        raise UserError(f"--timeout={args.timeout:g}: expected minutes above 0, such as --timeout=30")
     t = load(script)
     if not hasattr(t, "build_optimizers"):
         raise UserError(f"--script={args.script} is no training script; expected train_gpt.py, train_llama.py or a copy of one")
@@ -441,7 +481,8 @@ def main(argv: list[str]) -> str:
         flags += [*(f"--{name}=1000000000" for name in quiet), f"--val_tokens={t.block_size}", "--check_shards=false", f"--data_dir={data}",
                   f"--log_dir={folder}", f"--checkpoint_dir={folder}"]
         autocast = bool(gpu or "bfloat16" in (t.dtype, t.param_dtype) or t.dtype == "auto" and t.fast_bf16(torch.device("cpu")))
-        job = dict(script=str(script), folder=temporary, rounds=args.rounds, updates=args.updates, warmup=args.warmup)
+        job = dict(script=str(script), folder=temporary, rounds=args.rounds, updates=args.updates, warmup=args.warmup, timeout=args.timeout,
+                   bench=os.getpid())
         several = len(args.ranks.split(",")) > 1
         jobs = [(f"{optimizer} x{ranks}" if several else optimizer, int(ranks), dict(kind="script", flags=[
                 *flags, f"--optimizer={optimizer}", f"--run_name={optimizer}-{ranks}"]))
@@ -482,7 +523,7 @@ def main(argv: list[str]) -> str:
                       "warm-up"}
         lines = [*(f"    {key}: {fact}" for key, fact in facts.items()), "", table(rows, t.batch_size * t.block_size, rate)]
         if args.modded:
-            lines += ["", modded(Path(args.modded), folder / "modded")]
+            lines += ["", modded(Path(args.modded), folder / "modded", timeout=args.timeout)]
     return "\n".join(lines)
 
 
@@ -490,8 +531,12 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
         work(json.loads(sys.argv[2]))
     else:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the rows end too
         try:
             print(main(sys.argv[1:]))
         except UserError as error:
             print(f"bench_train.py: error: {error}", file=sys.stderr)
             sys.exit(1)
+        except KeyboardInterrupt:
+            print("bench_train.py: interrupted", file=sys.stderr)
+            sys.exit(130)
