@@ -1,8 +1,14 @@
 """tools/bench_train.py, tools/bench_optim.py, --profile and the memory estimate, with models of a few thousand parameters on a CPU."""
+import contextlib
 import importlib.util
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
+import time
+import types
 from pathlib import Path
 
 import pytest
@@ -254,3 +260,87 @@ def test_overhead_is_of_the_updates_after_the_first_ten(steps, tmp_path, monkeyp
     monkeypatch.setattr(steps.subprocess, "run", lambda command, **how: failed)
     with pytest.raises(steps.UserError, match="train_gpt.py ended with status 1: train_gpt.py: no$"):
         steps.main(["--overhead", "--preset=demo", f"--out={tmp_path}"])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the three as commands: mistakes, rows that hang, signals
+
+@pytest.mark.parametrize("name, flags, message", [
+    ("train", ["--rounds=x"], "--rounds: invalid int value: 'x'; see: python tools/bench_train.py --help"),
+    ("train", ["--timeout=0"], "--timeout=0: expected minutes above 0"), ("train", ["--ranks"], "expected one argument; see: "),
+    ("optim", ["--rounds=x"], "--rounds: invalid int value: 'x'; see: python tools/bench_optim.py --help"),
+    ("optim", ["--overhead", "--preset=demo", f"--out={__file__}/x"], "/x: Not a directory; give one that can be written"),
+    ("prepare", ["--mb=x"], "--mb: invalid int value: 'x'; see: python tools/bench_prepare.py --help"),
+    ("prepare", ["--mb=0"], "found --mb=0 "), ("prepare", ["--repeat=0"], "--repeat=0 --workers="),
+    ("prepare", ["--loader", "--log=nolog"], "--log=nolog is no log with a step_avg"),
+    ("prepare", ["--loader", f"--log={ROOT / 'conftest.py'}"], "is no log with a step_avg"),
+    ("prepare", ["--mb=1"], "the gpt2 vocabulary is neither cached nor downloadable")])
+def test_mistakes_in_a_command_get_one_line(tmp_path, name, flags, message):
+    nowhere = dict(TIKTOKEN_CACHE_DIR=str(tmp_path / "none"), HTTPS_PROXY="http://127.0.0.1:9", https_proxy="http://127.0.0.1:9")
+    done = subprocess.run([sys.executable, str(ROOT / f"tools/bench_{name}.py"), *flags], cwd=tmp_path, capture_output=True, text=True,
+                          env={**os.environ, **nowhere})
+    assert done.returncode == 1 and done.stderr.startswith(f"bench_{name}.py: error: ") and message in done.stderr
+    assert done.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+def test_what_the_data_cost(tmp_path, monkeypatch, capsys):
+    module = load("tools/bench_prepare.py")
+    monkeypatch.setattr(module, "TOKENS", 1_000_000)
+    module.main(["--loader"])
+    lines = capsys.readouterr().out.splitlines()
+    assert "training step of gpt-demo-muon-vs-seed1.txt: " in lines[0] and len(lines) == 10
+    assert all(re.fullmatch(r"train_(gpt|llama)\.py \S+ +\d+ x +\d+ tokens: +[\d.]+ ms, [\d.]+ % of \d+ ms", line) for line in lines[1:])
+    failed = module.subprocess.CompletedProcess([], 1, "", "progress\nprepare.py: no\n")
+    monkeypatch.setattr(module.subprocess, "run", lambda command, **how: failed)
+    monkeypatch.setitem(sys.modules, "tiktoken", types.SimpleNamespace(__version__="0", get_encoding=lambda name: types.SimpleNamespace(
+        encode_ordinary=str.split, decode=None)))
+    with pytest.raises(module.UserError, match="prepare.py ended with status 1: prepare.py: no$"):
+        module.main(["--mb=1", "--repeat=1"])
+
+
+def test_the_command_is_in_the_head(steps):
+    flags = [*TINY, "--optimizers=muon", "--kj=a b"]
+    assert steps.main(flags).splitlines()[0] == f"command: python tools/bench_optim.py {' '.join(flags[:-1])} '--kj=a b'"
+
+
+def test_a_row_that_hangs_is_told(bench):
+    with pytest.raises(bench.UserError, match="^adamw took longer than --timeout=0.002 minutes, give it more .*its last line: none$"):
+        bench.main([*SMALL, "--optimizers=adamw", "--timeout=0.002"])
+
+
+def test_modded_nanogpt_that_hangs_is_told_and_ended(bench, tmp_path):
+    script = tmp_path / "modded/records/track_3_optimization/train_gpt_simple.py"
+    script.parent.mkdir(parents=True)
+    script.write_text("import time\nprint('compiling', flush=True)\ntime.sleep(600)\n")
+    with pytest.raises(bench.UserError, match="train_gpt_simple.py took longer than --timeout=0.1 minutes"):
+        bench.modded(tmp_path / "modded", tmp_path / "run", updates=20, tokens=1000, timeout=0.1)
+    assert not with_word(tmp_path)
+
+
+def with_word(word: Path) -> list[str]:
+    """Ids of the processes whose command line has it."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if str(word).encode() in path.read_bytes():
+                found.append(path.parent.name)
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="looks for processes in /proc")
+@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 130), (signal.SIGKILL, -9)])
+def test_a_bench_that_is_ended_leaves_no_rows(bench, tmp_path, number, status):
+    """Of one rank, which waits for its turn when the signal comes, and of two ranks."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    command = [sys.executable, str(ROOT / "tools/bench_train.py"), *SMALL, "--compile=false", "--optimizers=adamw", "--ranks=1,2", "--rounds=999"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(folder)})
+    lines = [process.stderr.readline() for _ in range(2)]
+    assert "adamw x1: warm" in lines[0] and "adamw x2: warm" in lines[1] and len(with_word(folder)) >= 4
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    begin = time.monotonic()
+    while with_word(folder) and time.monotonic() < begin + 30:
+        time.sleep(0.1)
+    assert process.returncode == status and not with_word(folder) and "Traceback" not in err
+    assert number == signal.SIGKILL or not list(folder.glob("tmp*"))

@@ -17,8 +17,6 @@ is with the inputs and targets of a CPU's training step, as a share of such a st
 be of this machine). For the other presets, where a GPU makes those and one process reads a batch while the update
 before it runs, it is a share of the time an update takes one H200 at 40 % of its 989 TFLOPS: reckoned, not measured.
 """
-import argparse
-import importlib.util
 import os
 import re
 import resource
@@ -31,18 +29,25 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+from bench_train import Parser, UserError, load, random_shard  # noqa: E402
+
+TOKENS = 40_000_000  # that --loader reads with each preset
 
 
 def machine():
-    cpu = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())[1]
-    return f"{len(os.sched_getaffinity(0))} cores of an {cpu}, Python {sys.version.split()[0]}"
+    return f"{len(os.sched_getaffinity(0))} cores of an {load(ROOT / 'train_gpt.py').cpu_name()}, Python {sys.version.split()[0]}"
 
 
 def prepare(args):
     import pyarrow
     import pyarrow.parquet
     import tiktoken
+    script = load(ROOT / "prepare.py")
+    try:
+        script.load_tokenizer("gpt2")
+    except script.UserError as e:
+        raise UserError(e) from None
     print(f"{machine()}, tiktoken {tiktoken.__version__}; {args.mb} MB of text, gpt2")
     library = [path.read_bytes().decode(errors="replace")
                for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[a-z]*/*.py"))]
@@ -62,7 +67,9 @@ def prepare(args):
             command = [sys.executable, ROOT / "prepare.py", "text", "--input", corpus, "--name", "bench", "--tokenizer",
                        "gpt2", "--data_dir", folder, "--workers", str(args.workers)]
             before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            if done.returncode:
+                raise UserError(f"prepare.py ended with status {done.returncode}: {(done.stderr.splitlines() or ['no message'])[-1]}")
             prepared, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
         cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         runs.append((mb / bare, mb / prepared))
@@ -74,25 +81,21 @@ def prepare(args):
 
 
 def loader(args):
-    import numpy as np
     import torch
-    step_avg = float(re.findall(r"step_avg:([\d.]+)ms", args.log.read_text(errors="replace"))[-1])
+    found = re.findall(r"step_avg:([\d.]+)ms", args.log.read_text(errors="replace")) if args.log.is_file() else []
+    if not found:
+        raise UserError(f"--log={args.log} is no log with a step_avg; expected one of train_gpt.py, such as logs/RUN.txt")
+    step_avg = float(found[-1])
     print(f"{machine()}, torch {torch.__version__}; training step of {args.log.name}: {step_avg:.1f} ms")
     with tempfile.TemporaryDirectory() as folder:
-        n, header = 50_000_000, np.zeros(256, "<i4")
-        header[:7] = 20240520, 1, n, 257, 256, 0, 1
-        shard = Path(folder, "made/made_train_000001.bin")
-        shard.parent.mkdir()
-        shard.write_bytes(header.tobytes() + np.random.default_rng(0).integers(0, 257, n, dtype="<u2").tobytes())
+        random_shard(Path(folder, "made/made_train_000001.bin"), TOKENS, 257)
         for script in ("train_gpt", "train_llama"):
-            spec = importlib.util.spec_from_file_location(script, ROOT / f"{script}.py")
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
+            module = load(ROOT / f"{script}.py")
             for preset in (name for name in module.PRESETS if "/" not in name):
                 module.configure([f"--preset={preset}", "--dataset=made", f"--data_dir={folder}",
                                   "--check_shards=false"])
                 rows, shards = module.micro_batch_size or module.batch_size, module.Shards("made", "train")
-                times, updates = [], -(-40_000_000 // (module.batch_size * module.block_size))
+                times, updates = [], -(-TOKENS // (module.batch_size * module.block_size))
                 for step in range(min(2000, updates)):
                     began = time.perf_counter()
                     for first in range(0, module.batch_size, rows):
@@ -109,16 +112,23 @@ def loader(args):
                       f"{100 * read / update:.3f} % of {update:.0f} ms", flush=True)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv):
+    parser = Parser("bench_prepare.py", __doc__)
     parser.add_argument("--mb", type=int, default=1000, help="of text")
     parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--loader", action="store_true", help="time the loader instead")
     parser.add_argument("--log", type=Path, default=ROOT / "records/demo/gpt-demo-muon-vs-seed1.txt")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    if min(args.mb, args.repeat, args.workers) < 1:
+        raise UserError(f"found --mb={args.mb} --repeat={args.repeat} --workers={args.workers}; expected numbers from 1")
     (loader if args.loader else prepare)(args)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        sys.exit(f"bench_prepare.py: error: {error}")
+    except ModuleNotFoundError as error:
+        sys.exit(f"bench_prepare.py: error: package {error.name} is missing; install it: pip install {error.name}")
