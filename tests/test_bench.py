@@ -52,6 +52,27 @@ def bench(tmp_path, monkeypatch):
     return module
 
 
+def test_ratio_and_share_of_the_rate_by_hand(bench):
+    """1 s an update is twice as fast as 2 s; 100 tokens of 3 MFLOP in 2 s are half of 300 MFLOP/s."""
+    rows = [bench.Row(i, title, dict(kind="ours", folder=".")) for i, title in enumerate(("slow", "fast"))]
+    for row, seconds in zip(rows, (2.0, 1.0)):
+        row.blocks = [dict(seconds=seconds, phases={}, threads=1, flops=3e6, hardware_peak=None)] * 3
+    assert bench.ratio(rows[1], rows[0]) == 2
+    head, _, slow, fast = [line.strip("| ").split(" | ") for line in bench.table(rows, 100, 300e6).splitlines()]
+    shown = [head.index(title) for title in ("tokens/s", "ms/update", "x slow", "of the matmul rate")]
+    assert [slow[i] for i in shown] == ["50", "2000.0", "1.00", "50.0 %"]
+    assert [fast[i] for i in shown] == ["100", "1000.0", "2.00", "100.0 %"]
+
+
+def test_ratio_and_rate_of_optimizers_by_hand(steps, monkeypatch):
+    """torch's step takes 2 s, ours 4 s, and one step's products of one of the three matrices 1 s: 3 x 5 of these in 2 s and in 4 s."""
+    monkeypatch.setattr(steps, "seconds", lambda device, function: {steps.optim.Muon: 4.0, torch.optim.Muon: 2.0}.get(
+        type(getattr(function, "__self__", None)), 1.0))
+    text = steps.main([*TINY, "--optimizers=torch,muon", "--markdown"])
+    cells = [line.strip("| ").split(" | ") for line in text.splitlines()[-2:]]
+    assert [row[1:3] + row[4:5] for row in cells] == [["2000.0", "1.000", "750 %"], ["4000.0", "2.000", "375 %"]]
+
+
 def test_the_table_has_every_row_and_its_figures_agree(bench, tmp_path):
     (tmp_path / "model.py").write_text(NANOGPT)
     text = bench.main([*SMALL, "--compile=false", "--dtype=bfloat16", "--optimizers=muon-vs", "--ranks=1,2", "--nanogpt=.", "--rounds=2", "--updates=2", "--warmup=1"])
