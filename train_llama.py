@@ -252,7 +252,8 @@ class Shards:
     def __init__(self, name: str, split: str, rank: int = 0, world: int = 1):
         folder = Path(data_dir) / name
         self.files = sorted(folder.glob(f"*_{split}_*.bin"))
-        mend = "python prepare.py" + ("" if name == "pysrc" else f" {name}")
+        known = {preset["dataset"] for preset in PRESETS.values() if "dataset" in preset} | {"c4", "fineweb10b", "fineweb10b-gpt2"}
+        mend = "python prepare.py" + ("" if name == "pysrc" else f" {name}" if name in known else f" text --input PATH --name {name}")
         if not self.files:
             raise UserError(f"no {split} shards in {folder} (*_{split}_*.bin): dataset {name!r} is not prepared; run `{mend}`")
         if missing := manifest_shards(folder, split) - {path.name for path in self.files}:
@@ -789,7 +790,7 @@ def read_checkpoint(path: Path) -> dict:
 def damage(path: Path) -> str:
     """What is wrong with a checkpoint, or "" if nothing is."""
     if not (note := read_note(path)):
-        return "has no readable .json beside it: saving it was interrupted"
+        return "has no readable .json beside it: it is no checkpoint, or saving it was interrupted"
     if path.stat().st_size != note["size"]:
         return f"has {path.stat().st_size} bytes, expected {note['size']}: it is truncated"
     return "" if sha256(path) == note["sha256"] else "does not match its checksum: it is damaged"
