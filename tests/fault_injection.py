@@ -37,9 +37,9 @@ import torch._dynamo  # an optimizer's first step imports it: once here, not in 
 SCRIPT = Path(__file__).resolve().parent.parent / "train_gpt.py"
 sys.path.insert(0, str(SCRIPT.parent))
 UPDATES = 24
-FLAGS = dict(dataset="tiny", n_layer=1, n_head=2, n_embd=32, block_size=16, batch_size=8, micro_batch_size=4, max_iters=UPDATES, warmup_iters=2,
-             val_tokens=512, dtype="float32", compile=False, threads=1, device="cpu", sample_tokens=0, log_interval=1, eval_interval=12,
-             checkpoint_interval=3, keep_checkpoints=99, resume="auto")
+FLAGS = dict(dataset="tiny", n_layer=1, n_head=2, n_embd=32, block_size=16, batch_size=8, micro_batch_size=4, max_iters=UPDATES,
+             warmup_iters=2, val_tokens=512, dtype="float32", compile=False, threads=1, device="cpu", sample_tokens=0, log_interval=1,
+             eval_interval=12, checkpoint_interval=3, keep_checkpoints=99, resume="auto")
 injected, lost = 0, []
 
 
@@ -241,7 +241,8 @@ def signals(count: int, expected: str, duration: float, rng: random.Random) -> N
         until(name, f"step:{rng.randint(1, UPDATES // 3)}/")
         os.kill(pid, which)
         code = end(pid)
-        told = re.search(r"stopped after update (\d+) by SIG\w+; go on with the same command and --run_name", Path(f"logs/{name}.txt").read_text())
+        log = Path(f"logs/{name}.txt").read_text()
+        told = re.search(r"stopped after update (\d+) by SIG\w+; go on with the same command and --run_name", log)
         again = run(name)
         report(which.name, code == 0 and bool(told) and again == 0 and result(name) == expected, told[0] if told else f"status {code}")
 
@@ -277,9 +278,9 @@ def damaged_checkpoints(expected: str, rng: random.Random) -> None:
         report(f"newest checkpoint {what}", code == 0 and not spoilt and result(name) == expected, spoilt)
 
 
-def flip(path: Path, rng: random.Random) -> None:
+def flip(path: Path, rng: random.Random, first: int = 0) -> None:
     with open(path, "r+b") as f:
-        at = rng.randrange(os.path.getsize(path))
+        at = rng.randrange(first, os.path.getsize(path))
         f.seek(at)
         byte = f.read(1)[0] ^ 1 << rng.randrange(8)
         f.seek(at)
@@ -293,8 +294,10 @@ def damaged_shards(expected: str, rng: random.Random) -> None:
     def mend():
         shutil.rmtree("data")
         shutil.copytree("whole", "data")
-    for what, fault, phrase in (("truncated", lambda path: os.truncate(path, rng.randrange(os.path.getsize(path))), "train_gpt.py: error"),
-                                ("bit-flipped", lambda path: flip(path, rng), "train_gpt.py: error"), ("missing", os.remove, "tiny")):
+    for what, fault, phrase in (
+            ("truncated", lambda path: os.truncate(path, rng.randrange(8, os.path.getsize(path))), "is truncated or damaged: "),
+            ("bit-flipped", lambda path: flip(path, rng, 1024), "is damaged: its checksum is "),  # behind the header
+            ("missing", os.remove, "run `python prepare.py tiny`")):
         name, shard = f"shard_{what}", rng.choice(shards)
         pid = start(name)
         until(name, f"step:{UPDATES // 3}/")
@@ -434,10 +437,11 @@ def stopped_rank() -> None:
     report("rank 1 stopped (SIGSTOP)", bool(line), line[0] if line else text[-300:])
 
 
-def two_nodes(expected: str, rng: random.Random, break_it: bool) -> None:
+def two_nodes(rng: random.Random, break_it: bool) -> None:
     """Two torchruns on loopback as two nodes: the same losses as one process; a worker and a whole node are lost and come back."""
     def node(name, port):
-        return torchrun(name, "--nnodes=2", "--max-restarts=3", "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", f"--rdzv_id={name}")
+        return torchrun(name, "--nnodes=2", "--max-restarts=3", "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}",
+                        f"--rdzv_id={name}")
 
     def free_port():
         with socket.socket() as s:
@@ -445,12 +449,14 @@ def two_nodes(expected: str, rng: random.Random, break_it: bool) -> None:
             return s.getsockname()[1]
 
     def curve(name):
-        return {step: float(loss) for step, loss in re.findall(r"^step:(\d+)/.*?train_loss:([\d.]+)", Path(f"logs/{name}.txt").read_text(), re.M)}
+        log = Path(f"logs/{name}.txt").read_text()
+        return {step: float(loss) for step, loss in re.findall(r"^step:(\d+)/.*?train_loss:([\d.]+)", log, re.M)}
     port = free_port()
     codes = finish("nodes", node("nodes", port), node("nodes", port))
     one, two = curve("whole"), curve("nodes")
     gap = max(abs(one[step] - two[step]) for step in one) if one.keys() == two.keys() else math.inf
-    print(f"{'survived' if codes == [0, 0] and gap < 1e-3 else 'LOST    '}  two nodes train as one process does: losses differ by at most {gap:.1e}")
+    print(f"{'survived' if codes == [0, 0] and gap < 1e-3 else 'LOST    '}  two nodes train as one process does: losses differ by at "
+          f"most {gap:.1e}")
     if codes != [0, 0] or gap >= 1e-3:
         lost.append(f"two nodes: status {codes}, gap {gap}")
     if not break_it:
@@ -509,7 +515,7 @@ def main() -> int:
         killed_ranks(1 if args.short else 4, rng)
         if not args.short:
             stopped_rank()
-        two_nodes(expected, rng, not args.short)
+        two_nodes(rng, not args.short)
         print(f"{time.monotonic() - begin:.0f} s\n" + "".join(f"lost: {what}\n" for what in lost) +
               f"faults injected {injected}, runs lost {len(lost)}")
     finally:

@@ -16,8 +16,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-SMALL = ["--dataset=tiny", "--n_layer=1", "--n_head=2", "--n_embd=32", "--block_size=32", "--batch_size=8", "--val_tokens=64", "--sample_tokens=0",
-         "--device=cpu"]
+SMALL = ["--dataset=tiny", "--n_layer=1", "--n_head=2", "--n_embd=32", "--block_size=32", "--batch_size=8", "--val_tokens=64",
+         "--sample_tokens=0", "--device=cpu"]
 NANOGPT = '''  # with the names that bench_train.py uses of karpathy/nanoGPT's model.py
 import torch
 from dataclasses import dataclass
@@ -27,7 +27,8 @@ class GPTConfig:
 class GPT(torch.nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.body = torch.nn.Sequential(torch.nn.Embedding(config.vocab_size, config.n_embd), torch.nn.Linear(config.n_embd, config.vocab_size))
+        self.body = torch.nn.Sequential(torch.nn.Embedding(config.vocab_size, config.n_embd),
+                                        torch.nn.Linear(config.n_embd, config.vocab_size))
     def forward(self, x, y):
         logits = self.body(x)
         return logits, torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
@@ -75,7 +76,8 @@ def test_ratio_and_rate_of_optimizers_by_hand(steps, monkeypatch):
 
 def test_the_table_has_every_row_and_its_figures_agree(bench, tmp_path):
     (tmp_path / "model.py").write_text(NANOGPT)
-    text = bench.main([*SMALL, "--compile=false", "--dtype=bfloat16", "--optimizers=muon-vs", "--ranks=1,2", "--nanogpt=.", "--rounds=2", "--updates=2", "--warmup=1"])
+    text = bench.main([*SMALL, "--compile=false", "--dtype=bfloat16", "--optimizers=muon-vs", "--ranks=1,2", "--nanogpt=.",
+                       "--rounds=2", "--updates=2", "--warmup=1"])
     environment, markdown = text.split("\n\n")
     for key in ("command", "cpu", "matmul", "versions", "model", "update", "blocks"):
         assert re.search(rf"^    {key}: \S", environment, re.M), environment
@@ -97,14 +99,16 @@ def test_the_table_has_every_row_and_its_figures_agree(bench, tmp_path):
 
 def test_in_fp32_it_is_compared_with_products_in_fp32(bench, tmp_path):
     (tmp_path / "model.py").write_text(NANOGPT)
-    text = bench.main([*SMALL, "--compile=false", "--dtype=float32", "--optimizers=adamw", "--nanogpt=.", "--rounds=1", "--updates=1", "--warmup=1"])
+    text = bench.main([*SMALL, "--compile=false", "--dtype=float32", "--optimizers=adamw", "--nanogpt=.", "--rounds=1",
+                       "--updates=1", "--warmup=1"])
     assert re.search(r"matmul: [\d.,]+ GFLOP/s in fp32 on", text) and "nanoGPT fp32" in text and "nanoGPT bf16" not in text
 
 
 def test_a_block_is_its_updates_but_the_first(bench, tmp_path):
     clock = bench.Clock(dict(folder=str(tmp_path)), torch.device("cpu"))
     clock.stamps = [("other", 1.0), ("forward", 2.0), ("update", 9.0),  # does not count
-                    ("data", 10.0), ("forward", 12.0), ("backward", 15.0), ("data", 19.0), ("forward", 20.0), ("backward", 21.0), ("update", 29.0),
+                    ("data", 10.0), ("forward", 12.0), ("backward", 15.0), ("data", 19.0), ("forward", 20.0), ("backward", 21.0),
+                    ("update", 29.0),
                     ("data", 29.5), ("forward", 30.0), ("update", 39.0)]
     block = clock.block()
     assert block["seconds"] == 15 and sum(block["phases"].values()) == 15
@@ -112,9 +116,10 @@ def test_a_block_is_its_updates_but_the_first(bench, tmp_path):
 
 
 @pytest.mark.parametrize("flags, message", [
-    (["--n_layr=3"], "did you mean --n_layer"), (["--optimizers=sgd"], "--optimizer=sgd is unknown"), (["--script=x.py"], "there is no"), (["--script=optim.py"], "no training script"),
-    (["--nanogpt=nowhere"], "expected a clone of karpathy/nanoGPT"), (["--rounds=0"], "at least 1"), (["--ranks=1;2"], "a list such as 1,2,4"),
-    (["--modded=nowhere", "--device=cpu"], "needs a GPU"), (["--n_layer=1", "--n_head=3", "--device=cpu"], "expected an even whole number")])
+    (["--n_layr=3"], "did you mean --n_layer"), (["--optimizers=sgd"], "--optimizer=sgd is unknown"), (["--script=x.py"], "there is no"),
+    (["--script=optim.py"], "no training script"), (["--nanogpt=nowhere"], "expected a clone of karpathy/nanoGPT"),
+    (["--rounds=0"], "at least 1"), (["--ranks=1;2"], "a list such as 1,2,4"), (["--modded=nowhere", "--device=cpu"], "needs a GPU"),
+    (["--n_layer=1", "--n_head=3", "--device=cpu"], "expected an even whole number")])
 def test_mistakes_get_one_line(bench, flags, message):
     with pytest.raises(bench.UserError, match=re.escape(message)) as error:
         bench.main(flags)
@@ -129,8 +134,8 @@ def test_a_row_that_dies_is_told_with_its_reason(bench):
 def test_the_clock_of_modded_nanogpt_is_read(bench, tmp_path):
     script = tmp_path / "modded/records/track_3_optimization/train_gpt_simple.py"
     script.parent.mkdir(parents=True)
-    script.write_text("import time\nfor i in range(60):\n    print(f'step:{i}/3250 train_time:{5 * (i > 0) + i / 4:.3f}s step_avg:1.00ms', flush=True)\n"
-                      "time.sleep(60)\n")
+    script.write_text("import time\nfor i in range(60):\n    print(f'step:{i}/3250 train_time:{5 * (i > 0) + i / 4:.3f}s "
+                      "step_avg:1.00ms', flush=True)\ntime.sleep(60)\n")
     assert "4,000 tokens/s, 250.0 ms/update of 1,000 tokens" in bench.modded(tmp_path / "modded", tmp_path / "run", updates=20, tokens=1000)
 
 
@@ -153,8 +158,8 @@ def test_no_host_synchronisation_inside_a_step(bench, optimizer):
         return evaluate(*args)
     t.evaluate, t.listen = evaluating, lambda: torch.cuda.set_sync_debug_mode("error") or listen()  # the loop comes next
     try:
-        t.main([*SMALL, "--device=cuda", "--compile=false", "--micro_batch_size=4", "--max_iters=6", "--log_interval=99", "--eval_interval=99",
-                f"--optimizer={optimizer}", "--run_name=sync"])
+        t.main([*SMALL, "--device=cuda", "--compile=false", "--micro_batch_size=4", "--max_iters=6", "--log_interval=99",
+                "--eval_interval=99", f"--optimizer={optimizer}", "--run_name=sync"])
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -180,8 +185,8 @@ def test_the_memory_estimate_is_within_a_tenth_of_the_measured_peak(bench, scrip
         models.append(model)
         return build(model, *args)
     t.build_optimizers = building
-    flags = ["--dataset=tiny", "--n_layer=4", "--n_embd=128", "--block_size=256", "--batch_size=16", "--dtype=bfloat16", "--device=cpu", "--max_iters=3",
-             "--val_tokens=256", "--sample_tokens=0", "--run_name=memory"]
+    flags = ["--dataset=tiny", "--n_layer=4", "--n_embd=128", "--block_size=256", "--batch_size=16", "--dtype=bfloat16", "--device=cpu",
+             "--max_iters=3", "--val_tokens=256", "--sample_tokens=0", "--run_name=memory"]
     t.Checkpoints.save = t.to_host = lambda *args: None  # copies of the state for a checkpoint come on top
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as recorded:
         t.main([*flags, *changes])
@@ -354,8 +359,9 @@ def test_a_bench_that_is_ended_leaves_no_rows(bench, tmp_path, number, status):
     """Of one rank, which waits for its turn when the signal comes, and of two ranks."""
     folder = tmp_path / "temporary"
     folder.mkdir()
-    command = [sys.executable, str(ROOT / "tools/bench_train.py"), *SMALL, "--compile=false", "--optimizers=adamw", "--ranks=1,2", "--rounds=999"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(folder)})
+    command = [sys.executable, str(ROOT / "tools/bench_train.py"), *SMALL, "--compile=false", "--optimizers=adamw", "--ranks=1,2"]
+    process = subprocess.Popen([*command, "--rounds=999"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               env={**os.environ, "TMPDIR": str(folder)})
     lines = [process.stderr.readline() for _ in range(2)]
     assert "adamw x1: warm" in lines[0] and "adamw x2: warm" in lines[1] and len(with_word(folder)) >= 4
     process.send_signal(number)
