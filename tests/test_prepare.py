@@ -255,7 +255,27 @@ def test_every_kind_of_file(tokenizer, eot, tmp_path):
     assert not val and position == len(train)
     total = json.loads(pathlib.Path("data/mine/manifest.json").read_text())["splits"]
     assert total["train"]["bytes"] + total["val"]["bytes"] == sum(len(document.encode()) for document in expected)
+    for shard in pathlib.Path("data/mine").glob("*.bin"):
+        assert np.fromfile(shard, "<u4", 256)[3:5].tolist() == [{"gpt2": 50257, "llama2": 32000}[tokenizer], eot]
     prepare.main(["verify", "mine"])
+
+
+@pytest.mark.parametrize("tokenizer, vocabulary, eot", [("bytes", 257, 256), pytest.param("gpt2", 50257, 50256, marks=needs_gpt2),
+                                                        pytest.param("llama2", 32000, 2, marks=needs_llama2)])
+def test_the_training_script_reads_what_was_prepared(tokenizer, vocabulary, eot, monkeypatch):
+    """Its vocabulary, its checksums and every window of 16 + 1 tokens, over several shards."""
+    import train_gpt
+    write("in/a.jsonl", jsonl(sentences(20)))
+    monkeypatch.setattr(prepare, "SHARD_TOKENS", 1000)
+    text("in", tokenizer=tokenizer, tokenizer_file=LLAMA2)
+    for name, value in dict(block_size=16, data_dir="data", check_shards=True).items():
+        monkeypatch.setattr(train_gpt, name, value)
+    shards, windows = train_gpt.Shards("mine", "train"), []
+    for start in range(0, shards.tokens, 1000):
+        part = tokens("mine", "train")[start:start + 1000]
+        windows += [part[i:i + 17] for i in range(0, len(part) - 16, 16)]
+    assert (shards.vocab, shards.eot, len(shards)) == (vocabulary, eot, len(windows)) and shards.tokens > 2000
+    assert np.array_equal(shards.read(np.arange(len(shards))), windows)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -393,7 +413,7 @@ def test_a_full_disk_at_any_step(failing, monkeypatch, capsys):
     whole = contents("data/mine")
     shutil.rmtree("data")
     whole_function, calls = getattr(prepare, failing), [0]
-    for last in (1, 2, 3, 5, 8, 13, 21):
+    for last in (1, 2, 3, 5, 8, 13, 21):  # from the third on one unit at least is finished, and kept
         def full(*args, **kwargs):
             calls[0] += 1
             if calls[0] >= last:
@@ -407,15 +427,26 @@ def test_a_full_disk_at_any_step(failing, monkeypatch, capsys):
         if status == 0:
             break
         assert status == 1 and error.count("\n") == 1 and "No space left on device" in error
+        assert last < 3 or os.path.exists("data/mine.partial/state.json")
     monkeypatch.setattr(prepare, failing, whole_function)
     text("in", name="mine")
     assert contents("data/mine") == whole
 
 
-def test_a_disk_that_is_too_small_is_refused(monkeypatch):
-    write("a.txt", "x " * 1000)
+@pytest.mark.parametrize("tokenizer", ["bytes", "gpt2", "llama2"])
+def test_a_disk_that_is_too_small_is_refused(tokenizer, monkeypatch):
+    """Two bytes a token: of each byte, or of about four."""
+    write("a.txt", "x " * (1000 if tokenizer == "bytes" else 4000))
     monkeypatch.setattr(prepare.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 3000})())
-    refused("0.0 GB", "--data_dir", "text", "--input", "a.txt", "--name", "mine")
+    flags = ("--tokenizer", tokenizer) + ("--tokenizer_file", "nowhere") * (tokenizer == "llama2")
+    refused("0.0 GB", "--data_dir", "text", "--input", "a.txt", "--name", "mine", *flags)
+
+
+def test_what_two_folders_need_of_one_disk_adds_up(monkeypatch):
+    monkeypatch.setattr(prepare.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 3000})())
+    prepare.check_disk(("data", 2000), ("cache", 1000))
+    with pytest.raises(prepare.UserError, match="make room"):
+        prepare.check_disk(("data", 2000), ("cache", 1001))
 
 
 def test_two_runs_do_not_write_one_dataset():
@@ -646,6 +677,9 @@ def test_import_refuses():
     refused("3 bytes", "copy it again", "import", "b/train.bin", "--tokenizer", "bytes", "--workers", "1")
     write("c/x_train_000001.bin", shard_of_others(np.arange(50))[:1024])
     refused("1024 bytes", "copy it again", "import", "c", "--tokenizer", "bytes", "--workers", "1")
+    shard = shard_of_others(np.arange(50))
+    write("f/x_train_000001.bin", shard[:4] + b"\2" + shard[5:])
+    refused("version 2", "version 1", "import", "f", "--tokenizer", "bytes", "--workers", "1")
     write("d/x", b"")
     refused("no .bin file", "prepare.py text", "import", "d", "--tokenizer", "bytes")
     refused("does not exist", "ls", "import", "nowhere/train.bin")
@@ -784,7 +818,7 @@ class Hub:
         folder = self.root / repo if repo else None
         if not folder or not folder.is_dir():
             return self.send(handler, 401, b"", {"X-Error-Code": "RepoNotFound"})
-        if revision not in ("main", self.sha, *(spec["revision"] for spec in prepare.SOURCES.values())):
+        if revision not in ("main", self.sha, Hub.sha, *(spec["revision"] for spec in prepare.SOURCES.values())):
             return self.send(handler, 404, b"", {"X-Error-Code": "RevisionNotFound"})
         if api and api[2] == "revision":
             return self.json(handler, {"id": repo, "sha": self.sha, "siblings": [], "tags": [], "private": False,
@@ -928,7 +962,8 @@ def test_ready_shards_from_the_hub(hub):
 
 def test_tokens_stops_at_the_end_of_a_document(hub):
     train, val = lay_out(hub, "fineweb")
-    for limit in (1, 1000, 2500, 10**9):
+    exact = sum(len(row.encode()) + 1 for row in train[:9])
+    for limit in (1, 1000, exact, 10**9):
         flags = ("--tokenizer", "bytes", "--tokens", str(limit), "--name", f"f{limit}")
         out = from_hub(hub, "fineweb", *flags, setup=SMALL)
         assert out.returncode == 0, out.stderr
@@ -949,13 +984,15 @@ def test_a_run_that_had_all_its_tokens_is_resumed(hub):
     shutil.rmtree("data")
     out = from_hub(hub, *flags, "my_val_set", setup=SMALL + "\nprepare.finish = lambda *args: sys.exit(7)")
     assert out.returncode == 7 and os.listdir("data") == ["my_val_set.partial"]
+    hub.sha = "f" * 40  # the branch moves on; an unfinished run does not
     assert from_hub(hub, *flags, "my_val_set", setup=SMALL).returncode == 0
     assert contents("data/my_val_set") == whole
 
 
 def test_network_errors_are_retried_then_named_and_the_run_goes_on_where_it_was(hub):
     train, val = lay_out(hub, "dclm")
-    hub.failures = [{"in": part, "times": 1} for part in ("/tree/", "/revision/", "shard_00000001")]
+    hub.failures = [{"in": part, "times": 1, "status": status} for part, status in (
+        ("/tree/", 503), ("/revision/", 429), ("shard_00000001", 503))]
     out = from_hub(hub, "dclm", "--tokenizer", "bytes", "--name", "whole")
     assert out.returncode == 0 and "trying again" in out.stderr, out.stderr
     shutil.rmtree("hf_home")
