@@ -360,7 +360,8 @@ def test_sample_from_the_command_line(run, capsys):
 
 def test_a_model_that_transformers_does_not_know_is_one_line(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "unheard-of"}')
-    with pytest.raises(sample.UserError, match="is no model that transformers loads: .*unheard-of.*; expected an export: python tools/export_hf.py"):
+    message = "is no model that transformers loads: .*unheard-of.*; expected an export: python tools/export_hf.py"
+    with pytest.raises(sample.UserError, match=message):
         sample.main([str(tmp_path)])
 
 

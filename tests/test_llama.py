@@ -164,8 +164,9 @@ def test_bf16_parameters_train_like_fp32(data, optimizer):
         flags = f"--optimizer={optimizer} --param_dtype={how} --run_name={how.replace('=', '').replace(' ', '')}".split()
         losses[how] = t.main([*data, *flags])["val_loss"]
     assert losses["float32"] < 4.5  # it learned something: ln 320 = 5.8 at the start
-    for how, loss in losses.items():  # bf16 weights carry 8 bits: 1 in 256 of each weight, here seen as a few hundredths of a nat
-        assert loss == pytest.approx(losses["float32"], abs=0.15), how
+    # bf16 weights carry 8 bits: rounded to the nearest, AdamW's small updates get lost, for a tenth of a nat; at random, for a hundredth
+    for how, apart in (("bfloat16", 0.15 if optimizer == "adamw" else 0.03), ("bfloat16 --stochastic_rounding=true", 0.03)):
+        assert losses[how] == pytest.approx(losses["float32"], abs=apart), how
 
 
 def test_checkpointing_changes_no_gradient(data):
@@ -215,7 +216,8 @@ def test_shared_sections_are_the_same_text(title):
 
 def test_attention_is_the_same_text():
     """And its table; the rest of the section "model" differs."""
-    gpt, llama = (re.search(r"^def rotate.*?(?=^class Attention)", (ROOT / name).read_text(), re.M | re.S)[0] for name in ("train_gpt.py", "train_llama.py"))
+    gpt, llama = (re.search(r"^def rotate.*?(?=^class Attention)", (ROOT / name).read_text(), re.M | re.S)[0]
+                  for name in ("train_gpt.py", "train_llama.py"))
     assert gpt == llama and "def attend" in gpt and "FUTURE_TT =" in gpt
 
 

@@ -146,7 +146,8 @@ def place(tmp_path, monkeypatch):
 def test_faults():
     """The short form of fault_injection.py, of which the long one kills 50 times. First here: nothing else takes as long."""
     done = subprocess.run([sys.executable, ROOT / "tests/fault_injection.py", "--short"], capture_output=True, text=True)
-    assert done.returncode == 0 and re.search(r"faults injected \d\d, runs lost 0\n$", done.stdout), done.stdout[-3000:] + done.stderr[-2000:]
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    assert re.search(r"faults injected \d\d, runs lost 0\n$", done.stdout), done.stdout[-3000:]
 
 
 # ---------------------------------------------------------------------------------------------------------------------- attention
@@ -168,7 +169,8 @@ def test_attention_is_causal_softmax(length, dtype):
     ours, expected = fresh().attend(q, k, v), attention_in_float64(q, k, v)
     least = 1e-9 if dtype == torch.float64 else 1
     torch.testing.assert_close(ours.double(), expected, rtol=0, atol=2.5e-6 * least)
-    for name, a, b in zip("qkv", torch.autograd.grad(ours, (q, k, v), gradient), torch.autograd.grad(expected, (q, k, v), gradient.double())):
+    gradients = torch.autograd.grad(ours, (q, k, v), gradient), torch.autograd.grad(expected, (q, k, v), gradient.double())
+    for name, a, b in zip("qkv", *gradients):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5 * least, msg=lambda m: f"gradient of {name}: {m}")
 
 
@@ -255,7 +257,8 @@ def ranks(tmp_path_factory):
     jobs = [dict(name="gradient", record=True, flags=dict(run_name="gradient", max_iters=3, grad_clip=0)),
             dict(name="globals", flags=dict(run_name="x"), rank1=dict(learning_rate=0.02)),
             dict(name="data", flags=dict(run_name="x"), rank1=dict(data_dir="other")),
-            dict(name="lonely", flags=dict(run_name="gradient", resume="auto", max_iters=3, grad_clip=0), rank1=dict(checkpoint_dir="other"))]
+            dict(name="lonely", flags=dict(run_name="gradient", resume="auto", max_iters=3, grad_clip=0),
+                 rank1=dict(checkpoint_dir="other"))]
     for optimizer, dtype in ON_RANKS:
         same = dict(optimizer=optimizer, dtype=dtype, max_iters=2 * HALF)
         name = f"{optimizer}-{dtype}"
@@ -361,7 +364,8 @@ def test_every_parameter_is_in_one_group():
     model = module.Model(320)
     groups = module.parameter_groups(model)
     assert set(groups["embeddings"]) == {"embed.weight", "head.weight"}
-    assert set(groups["matrices"]) == {f"blocks.{i}.{name}.weight" for i in (0, 1) for name in ("attn.qkv", "attn.proj", "mlp.up", "mlp.down")}
+    assert set(groups["matrices"]) == {f"blocks.{i}.{name}.weight" for i in (0, 1)
+                                       for name in ("attn.qkv", "attn.proj", "mlp.up", "mlp.down")}
     assert set(groups["vectors"]) == {"norm.weight", *(f"blocks.{i}.ln{j}.weight" for i in (0, 1) for j in (1, 2))}
     muon, adam = module.build_optimizers(model, False, torch.float32)
     assert {id(p) for p in muon.param_groups[0]["params"]} == {id(p) for p in groups["matrices"].values()}
@@ -393,7 +397,8 @@ def test_windows_lie_inside_shards_and_share_one_token():
     files = [np.fromfile(path, np.uint16)[512:] for path in shards.files]
     assert shards.ends.tolist() == [125, 187] and shards.tokens == 3008 and shards.vocab == 257 and shards.eot == 256
     assert np.array_equal(shards.read(np.arange(125)), np.stack([files[0][16 * i:16 * i + 17] for i in range(125)]))
-    assert np.array_equal(shards.read(np.array([186, 125, 124])), np.stack([files[1][16 * 61:16 * 61 + 17], files[1][:17], files[0][1984:2001]]))
+    expected = np.stack([files[1][16 * 61:16 * 61 + 17], files[1][:17], files[0][1984:2001]])
+    assert np.array_equal(shards.read(np.array([186, 125, 124])), expected)
 
 
 def test_every_window_once_an_epoch_in_a_new_order():
@@ -451,7 +456,8 @@ def test_validation_is_of_fixed_tokens_whatever_the_batch():
     tokens = torch.from_numpy(shards.read(np.arange(32)).astype(np.int64))  # val_tokens = 512 = 32 windows of 16
     with torch.no_grad():
         logits = model.double().logits(tokens[:, :-1]).flatten(0, 1)
-    expected = torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten()).item(), (logits.argmax(-1) == tokens[:, 1:].flatten()).double().mean()
+    targets = tokens[:, 1:].flatten()
+    expected = torch.nn.functional.cross_entropy(logits, targets).item(), (logits.argmax(-1) == targets).double().mean()
     model.float()
     for micro in (1, 2, 5, 32, 50):
         module.micro_batch_size = micro
@@ -473,7 +479,8 @@ def test_log_format():
     head = [line for line in environment.decode().splitlines()]
     facts = dict(line.split(": ", 1) for line in head if not line.startswith("--"))
     assert {"python", "torch", "numpy", "platform", "device", "world_size", "started", "script", "run_name", "dataset", "train_tokens",
-            "data_checksum", "params", "flops_per_token"} <= facts.keys() | {line[2:].split("=")[0] for line in head if line.startswith("--")}
+            "data_checksum", "params", "flops_per_token"} <= facts.keys() | {line[2:].split("=")[0] for line in head
+                                                                             if line.startswith("--")}
     again = fresh()
     again.configure([line for line in head if line.startswith("--")])  # the flags repeat the run
     assert {name: getattr(again, name) for name in again.GLOBALS} == checkpoint("format", 6)["globals"]
@@ -485,8 +492,8 @@ def test_log_format():
     assert lines[0].keys() == {"step", "val_loss", "train_time", "val_acc"}
     assert {"train_loss", "lr", "grad_norm", "tokens_per_s", "mfu", "time_left", "step_avg"} <= lines[1].keys()
     final = next(line for line in lines if "val_ppl" in line)
-    assert float(final["val_ppl"]) == pytest.approx(math.exp(float(final["val_loss"])), rel=1e-3) and float(final["val_loss"]) == pytest.approx(
-        result["val_loss"], abs=1e-5)
+    assert float(final["val_ppl"]) == pytest.approx(math.exp(float(final["val_loss"])), rel=1e-3)
+    assert float(final["val_loss"]) == pytest.approx(result["val_loss"], abs=1e-5)
     assert "\nsample: " in body.decode()
 
 
@@ -530,12 +537,12 @@ BAD = {  # what is wrong: (a change of the data, flags, what the message says)
     "bit flip": (lambda: damaged(TRAIN, -100), {}, "damaged: its checksum is"),
     "bit flip in validation": (lambda: damaged(VAL, -1), {}, "damaged: its checksum is"),
     "folder": (lambda: (os.remove(TRAIN), os.mkdir(TRAIN)), {}, "cannot read"),
-    "missing": (lambda: Path("data/tiny/manifest.json").write_text(json.dumps(dict(shards=[dict(file="tiny_train_000003.bin", split="train")]))),
+    "missing": (lambda: Path("data/tiny/manifest.json").write_text('{"shards": [{"file": "tiny_train_000003.bin", "split": "train"}]}'),
                 {}, "lacks tiny_train_000003.bin"),
     "manifest": (lambda: Path("data/tiny/manifest.json").write_text("{"), {}, "manifest.json cannot be read"),
     "tokenizer": (lambda: write_shard("data/tiny/tiny_train_000003.bin", text(99), vocab=32000), {}, "another tokenizer"),
-    "validation of another tokenizer": (lambda: write_shard("data/other/o_val_000000.bin", text(99), vocab=32000), dict(val_dataset="other"),
-                                        "same tokenizer"),
+    "validation of another tokenizer": (lambda: write_shard("data/other/o_val_000000.bin", text(99), vocab=32000),
+                                        dict(val_dataset="other"), "same tokenizer"),
     "vocabulary": (None, dict(vocab_size=128), "--vocab_size=320"),
     "ids": (lambda: write_shard(TRAIN, text(99) + 250), {}, "token id"),
     "ids of theirs": (lambda: write_shard(TRAIN, text(99) + 50_257, ours=False), {}, "token id"),
@@ -714,7 +721,8 @@ def test_saved_on_two_ranks_resumed_on_one_and_four(ranks, monkeypatch):
         assert all(curve[key] == pytest.approx(two[key], abs=1e-4) for key in curve)
 
 
-@pytest.mark.parametrize("what,expected", [("globals", "rank 1 differs from rank 0 in its globals"), ("data", "in its data"), ("lonely", "in its checkpoint")])
+@pytest.mark.parametrize("what,expected", [("globals", "rank 1 differs from rank 0 in its globals"), ("data", "in its data"),
+                                           ("lonely", "in its checkpoint")])
 def test_ranks_that_differ_stop_and_say_in_what(ranks, what, expected):
     assert all(expected in part["error"] for part in left(ranks, what))
 
@@ -903,7 +911,8 @@ def test_the_watch_names_the_rank_that_is_dead_or_slow(what, monkeypatch):
             break
     watch.done.set()
     watch.join()
-    assert len(ended) == 1 and ended[0].startswith("rank 2 on node2 " + {"silent": "gave no sign of life", "late": "kept the others waiting"}[what])
+    said = {"silent": "gave no sign of life", "late": "kept the others waiting"}[what]
+    assert len(ended) == 1 and ended[0].startswith(f"rank 2 on node2 {said}")
 
 
 if __name__ == "__main__":
