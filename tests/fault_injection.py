@@ -297,7 +297,7 @@ def damaged_shards(expected: str, rng: random.Random) -> None:
     for what, fault, phrase in (
             ("truncated", lambda path: os.truncate(path, rng.randrange(8, os.path.getsize(path))), "is truncated or damaged: "),
             ("bit-flipped", lambda path: flip(path, rng, 1024), "is damaged: its checksum is "),  # behind the header
-            ("missing", os.remove, "run `python prepare.py tiny`")):
+            ("missing", os.remove, "run `python prepare.py text --input PATH --name tiny`")):
         name, shard = f"shard_{what}", rng.choice(shards)
         pid = start(name)
         until(name, f"step:{UPDATES // 3}/")

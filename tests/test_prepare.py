@@ -665,6 +665,12 @@ def test_import_of_nanogpt_and_modded_nanogpt(monkeypatch):
         prepare.main(["verify", name])
 
 
+def test_little_to_validate_on_is_told(capsys):
+    write("nano/train.bin", np.full(1000, 65, "<u2").tobytes())
+    prepare.main(["import", "nano/train.bin", "--name", "one", "--tokenizer", "bytes", "--workers", "1"])
+    assert "note: 0 tokens to validate on" in capsys.readouterr().out
+
+
 def test_import_refuses():
     write("a/train.bin", np.arange(300, dtype="<u2").tobytes())
     refused("holds the id 299", "--tokenizer", "import", "a/train.bin", "--tokenizer", "bytes", "--workers", "1")
