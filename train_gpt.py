@@ -1093,7 +1093,8 @@ def train() -> dict:
     if saved:
         changed = [f"{name} ({saved['globals'].get(name)} then, {globals()[name]} now)" for name in GLOBALS
                    if name not in MAY_CHANGE and saved["globals"].get(name) != globals()[name]]
-        changed += ["the data (another checksum)"] if saved["data"] != facts["data_checksum"] else []
+        if saved["data"] != facts["data_checksum"]:
+            changed += [f"the data (another checksum; `python prepare.py verify {dataset}` tells whether a shard is damaged)"]
         if changed and not allow_change:
             raise UserError(f"--resume: the checkpoint was made with other values of {', '.join(changed)}; give the same, or "
                             "--allow_change=true")
