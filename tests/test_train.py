@@ -791,7 +791,7 @@ def test_other_data_and_another_model_are_refused(capsys, monkeypatch):
         shutil.rmtree("logs/new.txt", ignore_errors=True)
         Path("logs/new.txt").unlink(missing_ok=True)
     write_shard(VAL, text(700, 4))
-    assert "the data (another checksum)" in fails(capsys, monkeypatch, flags(**words))
+    assert "the data (another checksum; `python prepare.py verify " in fails(capsys, monkeypatch, flags(**words))
 
 
 def fails_later(capsys, monkeypatch, words) -> str:
