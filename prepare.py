@@ -1053,8 +1053,9 @@ def main(argv):
     print(f"{folder}: {manifest['tokenizer']} tokens, checksum {digest(manifest['shards'])[:16]}, {seconds:.1f} s")
     following = NEXT.get(args.name, f"train_gpt.py --dataset={args.name}")
     few = manifest["splits"].get("val", {}).get("tokens", 0)
-    if few <= 256 and args.command in ("text", "import"):
-        print(f"note: {few} tokens to validate on are less than a window of the demo's; prepare more text, or with a larger --val_fraction")
+    mend = {"text": "prepare more text, or with a larger --val_fraction", "import": "put the val file beside the train file"}
+    if few <= 256 and args.command in mend:
+        print(f"note: {few} tokens to validate on are less than a window of the demo's; {mend[args.command]}")
     print(f"next: torchrun --standalone --nproc_per_node=1 {following}")
 
 

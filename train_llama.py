@@ -1058,8 +1058,9 @@ def train() -> dict:
     if world > 1:
         store = rendezvous(rank)
         Watch(rank, world, store)
-        store.set(f"device/{rank}", where.type)
-        if (first := store.get("device/0").decode()) != where.type:
+        if rank == 0:
+            store.set("device", where.type)
+        if (first := store.get("device").decode()) != where.type:
             raise UserError(f"rank {rank} on {platform.node()} found {where.type}, rank 0 {first}: mend one of them, or give --device")
     train_shards = Shards(dataset, "train", local_rank, local_world)  # so that each machine checks all of its copy
     val_shards = Shards(val_dataset or dataset, "val", local_rank, local_world)

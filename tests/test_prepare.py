@@ -668,7 +668,8 @@ def test_import_of_nanogpt_and_modded_nanogpt(monkeypatch):
 def test_little_to_validate_on_is_told(capsys):
     write("nano/train.bin", np.full(1000, 65, "<u2").tobytes())
     prepare.main(["import", "nano/train.bin", "--name", "one", "--tokenizer", "bytes", "--workers", "1"])
-    assert "note: 0 tokens to validate on" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "note: 0 tokens to validate on" in out and "put the val file beside" in out
 
 
 def test_import_refuses():
