@@ -402,7 +402,8 @@ class _Sharded(torch.optim.Optimizer):
         return received
 
     def state_dict(self) -> dict:
-        """The whole state in torch's format, every buffer in its parameter's shape. With several ranks all must call it."""
+        """The whole state in torch's format, every buffer in its parameter's shape: the buffers themselves, as torch gives them,
+        but with several ranks gathered copies; all ranks must call it then."""
         packed = super().state_dict()
         packed["state"], params = {}, [p for group in self.param_groups for p in group["params"]]
         layout = self._layout()
@@ -418,11 +419,13 @@ class _Sharded(torch.optim.Optimizer):
             packed["state"][i] = {"step": step}
             for name, mine in (self.state.get(p) or self._new_state(group_of[p], p)).items():
                 if name != "step":
-                    whole = mine.new_empty(len(self._units(p)), *mine.shape[1:])
-                    start, stop = self._ranges[p][_rank()]
-                    whole[start:stop] = mine
-                    for _, start, stop, units in self._exchange([p], [mine])():
-                        whole[start:stop] = units
+                    whole = mine
+                    if _world() > 1:
+                        whole = mine.new_empty(len(self._units(p)), *mine.shape[1:])
+                        start, stop = self._ranges[p][_rank()]
+                        whole[start:stop] = mine
+                        for _, start, stop, units in self._exchange([p], [mine])():
+                            whole[start:stop] = units
                     packed["state"][i][name] = whole.view(self._whole_shape(p, mine))
         return packed
 

@@ -236,7 +236,11 @@ def check_globals() -> None:
 
 
 def usage() -> str:
-    return __doc__.strip() + "\n\n" + "\n".join(f"  --{name}={globals()[name]}" for name in GLOBALS)
+    """The docstring, and every global with its comment."""
+    source = Path(__file__).read_text(encoding="utf-8").split("\nPRESETS", 1)[0]
+    comments = dict(re.findall(r"^(\w+) = .*?  # (.+)$", source, re.M))
+    return __doc__.strip() + "\n\n" + "\n".join(f"  {f'--{name}={globals()[name]}':32}  {comments.get(name, '')}".rstrip()
+                                                for name in GLOBALS)
 
 
 # ======================================================================================================================
@@ -1138,6 +1142,8 @@ def train() -> dict:
     # ---- compilation, outside the clock: an update at learning rate 0 changes no parameter, its state is dropped
     if compile:
         raw.compile_parts()
+        if rank == 0:
+            print("compiling; later runs find the graphs in the cache of torch", flush=True)
     synchronize = (lambda: torch.cuda.synchronize(where)) if where.type == "cuda" else (lambda: None)
     compile_start = time.perf_counter()
     validate = lambda: evaluate(raw.logits, val_shards, where, autocast, rank, world)

@@ -19,6 +19,8 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, os.path.join(ROOT, "tools"))
 import sweep  # noqa: E402
 
+TRAIN = os.path.join(ROOT, "train_gpt.py")
+
 FAKE = '''"""A stand-in."""
 # =====================================================================================================================
 # =====================================================================================================================
@@ -179,7 +181,9 @@ def test_train_gpt_end_to_end(fake, capsys):
     (["train_fake.py", "--jobs=0"], "found --jobs=0"), (["train_fake.py", "--jobs=9999"], "needs 9999 cores"),
     (["train_fake.py", "--seed"], "found '--seed'"), (["train_fake.py", "--seed=1,,2"], "found '--seed=1,,2'"),
     (["train_fake.py", "--log_dir=train_fake.py/x"], "cannot make the folder --log_dir=train_fake.py/x: Not a directory"),
-    (["train_fake.py", "--log_dir=train_fake.py"], "cannot make the folder --log_dir=train_fake.py: File exists")])
+    (["train_fake.py", "--log_dir=train_fake.py"], "cannot make the folder --log_dir=train_fake.py: File exists"),
+    ([TRAIN, "--optimizer=muon,moun"], "did you mean --optimizer=muon?"), ([TRAIN, "--gama=1,10"], "did you mean --gamma=1?"),
+    ([TRAIN, "--preset=demo,gpt2-small", "--n_head=4,7"], "--n_embd=256 gives 7 heads a width of")])
 def test_mistakes_are_one_line(fake, args, message):
     command = [sys.executable, os.path.join(ROOT, "tools/sweep.py"), *args]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -597,12 +597,13 @@ def test_restarts_without_resume_are_refused(capsys, monkeypatch):
     assert "--resume=auto" in fails(capsys, monkeypatch, flags())
 
 
-def test_help_lists_every_global(capsys, monkeypatch):
+def test_help_lists_every_global_with_its_comment(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train_gpt.py", "--help"])
     module = fresh()
     assert module.cli() == 0
     out = capsys.readouterr().out
-    assert all(f"--{name}=" in out for name in module.GLOBALS) and len(module.GLOBALS) > 50
+    assert all(f"\n  --{name}=" in out for name in module.GLOBALS) and len(module.GLOBALS) > 50
+    assert re.search(r"^  --gamma=1000.0 +γ of muon-nsr and muon-nsr-post$", out, flags=re.M)
 
 
 def test_without_a_compiler_it_runs_eagerly_after_one_warning(place):

@@ -14,6 +14,7 @@ them. Last line: `24 runs: 24 finished, 0 failed`; exit status 1 if any failed.
 """
 
 import hashlib
+import importlib.util
 import itertools
 import os
 import re
@@ -77,6 +78,23 @@ def grid(script, study, given):
             settings = dict(zip(axes, values))
             runs[run_name(script, settings)] = {k: v for k, v in settings.items() if k != "repeat"}
     return runs
+
+
+def check(script, runs):
+    """Has the script's own configure() read every run's flags, before the first one starts; a script without one is not asked."""
+    if "\ndef configure(" not in script.read_text(errors="replace"):
+        return
+    sys.path.insert(0, str(script.resolve().parent))
+    spec = importlib.util.spec_from_file_location("script", script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    defaults = {name: getattr(module, name) for name in module.GLOBALS}
+    for settings in runs.values():
+        vars(module).update(defaults)
+        try:
+            module.configure([f"--{k}={v}" for k, v in settings.items()])
+        except module.UserError as error:
+            raise UserError(error) from None
 
 
 def run_name(script, settings):
@@ -211,6 +229,7 @@ def main(argv=None):
 
     logs, todo = Path(given.get("log_dir", ["logs"])[0]), []
     runs = grid(script, study, given)
+    check(script, runs)
     for name, settings in runs.items():
         flags = [f"--{k}={v}" for k, v in settings.items()] + [f"--run_name={name}", "--resume=auto"]
         run = Run(name, logs / f"{name}.txt", [sys.executable, *launcher, str(script), *flags])
