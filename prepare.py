@@ -309,6 +309,9 @@ def read_header(path):
 
 def ready_header(path):
     """The bytes of header in a file of tokens: none in nanoGPT's."""
+    with open(path, "rb") as f:
+        if re.fullmatch(rb"[\t\n\r -~]+", f.read(4096)):  # as ids these would be legal ones of gpt2
+            raise UserError(f"{path} is text", "uint16 ids", f"python prepare.py text --input {quote(str(path))} --name NAME")
     header, size = read_header(path), os.path.getsize(path)
     expected = size + size % 2 if header is None else HEADER + 2 * int(header[2])
     if size != expected or header is not None and header[1] != VERSION:
@@ -736,8 +739,8 @@ def check_disk(*needs):
 # ----------------------------------------------------------------------------------------------------------------------
 # The Hub. huggingface_hub does the work: HF_HOME, HF_ENDPOINT, HF_TOKEN and proxies mean what they always mean.
 
-def hub(what, call):
-    """call(HfApi()), with network errors retried and every other one told in one line."""
+def hub(what, call, instead=""):
+    """call(HfApi()), with network errors retried and every other one told in one line. instead: what does without a network"""
     from huggingface_hub import HfApi, errors
     api, login = HfApi(), "hf auth login, or look at HF_ENDPOINT"
     refusals = [(errors.GatedRepoError, "the repository is gated", "an account that accepted its terms", login),
@@ -758,10 +761,10 @@ def hub(what, call):
             if status < 500 and status not in (408, 429):
                 raise UserError(f"{what}: {api.endpoint} answers {status}", "200", login)
         if pause is not None:
-            tqdm.write(f"prepare.py: {what}: {type(error).__name__}; trying again in {pause} s", file=sys.stderr)
+            tqdm.write(f"prepare.py: {what}: {type(error).__name__}; trying again in {pause} s{instead}", file=sys.stderr)
             time.sleep(pause)
     raise UserError(f"{what}: {api.endpoint} does not answer ({type(error).__name__}: {str(error)[:160]})", "a network",
-                    "when it is back, the same command goes on from here")
+                    f"when it is back, the same command goes on from here{instead}")
 
 
 def prepare_hub(args):
@@ -822,7 +825,8 @@ def named_tokenizer(args, default):
     name, file = args.tokenizer or default, None
     if name == "llama2":
         repo, model = LLAMA2["repo"], LLAMA2["file"]
-        file = args.tokenizer_file or hub(f"{model} of {repo}", lambda api: api.hf_hub_download(repo, model))
+        file = args.tokenizer_file or hub(f"{model} of {repo}", lambda api: api.hf_hub_download(repo, model),
+                                          "; --tokenizer_file=PATH takes one that you have")
     return name, file
 
 

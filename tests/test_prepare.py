@@ -680,7 +680,7 @@ def test_import_refuses():
     write("e/train.bin", np.arange(65_530, 65_540, dtype="<u4").tobytes())
     refused("holds the id 65535", "ids over 65,535 do not fit", "import", "e/train.bin", "--tokenizer", "bytes",
             "--workers", "1")
-    write("b/train.bin", b"123")
+    write("b/train.bin", b"\1\2\3")
     refused("3 bytes", "copy it again", "import", "b/train.bin", "--tokenizer", "bytes", "--workers", "1")
     write("c/x_train_000001.bin", shard_of_others(np.arange(50))[:1024])
     refused("1024 bytes", "copy it again", "import", "c", "--tokenizer", "bytes", "--workers", "1")
@@ -689,6 +689,8 @@ def test_import_refuses():
     refused("version 2", "version 1", "import", "f", "--tokenizer", "bytes", "--workers", "1")
     write("d/x", b"")
     refused("no .bin file", "prepare.py text", "import", "d", "--tokenizer", "bytes")
+    write("g/notes.txt", "As uint16 this would be legal ids of gpt2.\n" * 9)
+    refused("g/notes.txt is text", "prepare.py text --input g/notes.txt", "import", "g/notes.txt", "--workers", "1")
     refused("does not exist", "ls", "import", "nowhere/train.bin")
 
 
@@ -1032,6 +1034,14 @@ def test_what_the_hub_refuses_is_one_line(where, status, code, found, mend, hub)
     assert out.returncode == 1 and found in out.stderr and mend in out.stderr, out.stderr
     assert len(out.stderr.splitlines()) == 1, out.stderr
     assert not os.path.exists("data") or not os.listdir("data")
+
+
+def test_without_a_network_llama2_names_the_flag_that_needs_none(hub):
+    hub.failures = [{"in": "tokenizer.model", "times": 10**6, "status": 503}]
+    out = from_hub(hub, "c4", setup="prepare.RETRY_PAUSES = (0.01,)")
+    retry, error = [line for line in out.stderr.splitlines() if line.startswith("prepare.py: ")]
+    assert out.returncode == 1 and "trying again" in retry and "goes on from here" in error, out.stderr
+    assert all(line.endswith("; --tokenizer_file=PATH takes one that you have") for line in (retry, error))
 
 
 def test_a_repository_of_another_layout(hub):
