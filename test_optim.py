@@ -12,7 +12,6 @@ import os
 import pickle
 import subprocess
 import sys
-import tempfile
 import textwrap
 import warnings
 from pathlib import Path
@@ -960,6 +959,18 @@ def test_compiled_is_eager_and_nothing_that_changes_recompiles():
     assert not [w for w in caught if "torch.compile failed" in str(w.message)]
     for eager, compiled in zip(*results):
         torch.testing.assert_close(eager, compiled, rtol=1e-4, atol=1e-5)
+
+
+def test_groups_of_different_options_share_no_graph_limit(monkeypatch):
+    """Dynamo gives up after a few graphs of one code object: each set of constants has a code object of its own, numbers need none."""
+    codes = []
+    monkeypatch.setattr(torch, "compile", lambda function, **_: codes.append(function.__code__) or function)
+    monkeypatch.setattr(optim, "_compiled", {})
+    params = parameters((8, 4), (8, 4), (8, 4), (8, 4))
+    options = [dict(), dict(lr=0.02, momentum=0.8, gamma=3.0, weight_decay=0.0), dict(nesterov=False), dict(eps=1e-6)]
+    opt = Muon([dict(params=[p], **option) for p, option in zip(params, options)])
+    run(opt, params, 2)
+    assert len(codes) == len(set(map(id, codes))) == 2 * 3  # before and after Newton-Schulz; the first two groups differ in numbers
 
 
 def test_compiled_is_eager_behind_newton_schulz_too():

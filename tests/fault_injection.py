@@ -10,7 +10,6 @@ the cause is gone, go on to the same end; and no file that was good may be bad a
 """
 import argparse
 import hashlib
-import importlib.util
 import itertools
 import json
 import math
@@ -27,15 +26,15 @@ import tempfile
 import threading
 import time
 import traceback
-import zlib
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch._dynamo  # an optimizer's first step imports it: once here, not in every process that is forked
 
-SCRIPT = Path(__file__).resolve().parent.parent / "train_gpt.py"
-sys.path.insert(0, str(SCRIPT.parent))
+from common import ROOT, fresh, write_shard
+
+SCRIPT = ROOT / "train_gpt.py"
 UPDATES = 24
 FLAGS = dict(dataset="tiny", n_layer=1, n_head=2, n_embd=32, block_size=16, batch_size=8, micro_batch_size=4, max_iters=UPDATES,
              warmup_iters=2, val_tokens=512, dtype="float32", compile=False, threads=1, device="cpu", sample_tokens=0, log_interval=1,
@@ -55,11 +54,7 @@ def report(fault: str, good: bool, what: str = "") -> None:
 # ---------------------------------------------------------------------------------------------------------------------- runs
 def make_data() -> None:
     for file, n in (("train_000001", 2008), ("train_000002", 1000), ("val_000000", 700)):
-        tokens = (np.arange(n) % 61 + np.random.default_rng(n).integers(0, 3, n)).astype(np.uint16)
-        header = np.zeros(256, np.int32)
-        header[:7] = 20240520, 1, n, 257, 256, np.array(zlib.crc32(tokens.tobytes()), np.uint32).view(np.int32), 1
-        Path("data/tiny").mkdir(parents=True, exist_ok=True)
-        Path(f"data/tiny/tiny_{file}.bin").write_bytes(header.tobytes() + tokens.tobytes())
+        write_shard(f"data/tiny/tiny_{file}.bin", np.arange(n) % 61 + np.random.default_rng(n).integers(0, 3, n))
     Path("data/tiny/manifest.json").write_text(json.dumps(dict(shards=[
         dict(file=f"tiny_train_00000{i}.bin", split="train") for i in (1, 2)])))
 
@@ -77,9 +72,7 @@ def start(run: str, meddle=None, **changes) -> int:
     try:
         for fd, name in ((1, "out"), (2, "err")):
             os.dup2(os.open(f"{run}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), fd)
-        spec = importlib.util.spec_from_file_location("train_gpt", SCRIPT)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        module = fresh()
         if meddle:
             meddle(module)
         sys.argv = [SCRIPT.name, *words(run, **changes)]

@@ -1,6 +1,5 @@
 """tools/bench_train.py, tools/bench_optim.py, --profile and the memory estimate, with models of a few thousand parameters on a CPU."""
 import contextlib
-import importlib.util
 import json
 import os
 import re
@@ -11,11 +10,12 @@ import time
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from common import ROOT, fresh, write_shard
+
 SMALL = ["--dataset=tiny", "--n_layer=1", "--n_head=2", "--n_embd=32", "--block_size=32", "--batch_size=8", "--val_tokens=64",
          "--sample_tokens=0", "--device=cpu"]
 NANOGPT = '''  # with the names that bench_train.py uses of karpathy/nanoGPT's model.py
@@ -37,19 +37,12 @@ class GPT(torch.nn.Module):
 '''
 
 
-def load(path: str):
-    spec = importlib.util.spec_from_file_location(Path(path).stem + "_fresh", ROOT / path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
 def bench(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    module = load("tools/bench_train.py")
+    module = fresh("tools/bench_train.py")
     for split in ("train", "val"):
-        module.random_shard(tmp_path / f"data/tiny/tiny_{split}_000001.bin", 100_000, 257)
+        write_shard(tmp_path / f"data/tiny/tiny_{split}_000001.bin", np.random.default_rng(0).integers(0, 257, 100_000))
     return module
 
 
@@ -141,7 +134,7 @@ def test_the_clock_of_modded_nanogpt_is_read(bench, tmp_path):
 
 @pytest.mark.parametrize("script", ["train_gpt.py", "train_llama.py"])
 def test_profile_writes_a_trace_of_three_updates(bench, script, capsys):
-    load(script).main([*SMALL, "--compile=false", "--max_iters=8", "--threads=1", "--profile=true", "--run_name=a.b"])
+    fresh(script).main([*SMALL, "--compile=false", "--max_iters=8", "--threads=1", "--profile=true", "--run_name=a.b"])
     assert "profile: logs/a.b.trace.json has updates 4 to 6" in capsys.readouterr().out
     names = {event.get("name") for event in json.loads(Path("logs/a.b.trace.json").read_text())["traceEvents"]}
     assert {f"ProfilerStep#{i}" for i in (3, 4, 5)} <= names and "ProfilerStep#6" not in names and "aten::embedding" in names
@@ -150,7 +143,7 @@ def test_profile_writes_a_trace_of_three_updates(bench, script, capsys):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch.cuda.set_sync_debug_mode sees nothing without a GPU")
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "muon-vs", "muon-nsr", "normuon"])
 def test_no_host_synchronisation_inside_a_step(bench, optimizer):
-    t = load("train_gpt.py")
+    t = fresh("train_gpt.py")
     evaluate, listen = t.evaluate, t.listen
 
     def evaluating(*args):
@@ -166,7 +159,7 @@ def test_no_host_synchronisation_inside_a_step(bench, optimizer):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon-vs"])
 def test_suite_a_1_2b_fits_32_gb_on_each_of_8(optimizer):
-    t = load("train_llama.py")
+    t = fresh("train_llama.py")
     t.configure(["--preset=suite-a-1.2b", f"--optimizer={optimizer}", "--activation_checkpointing=true", "--micro_batch_size=1"])
     with torch.device("meta"):
         model = t.Model(32000)
@@ -179,7 +172,7 @@ def test_suite_a_1_2b_fits_32_gb_on_each_of_8(optimizer):
 def test_the_memory_estimate_is_within_a_tenth_of_the_measured_peak(bench, script, changes):
     """Of all tensors during three updates, by the profiler's allocator events; the last case is dominated by the optimizer, which
     alone is compiled there."""
-    t, models = load(script), []
+    t, models = fresh(script), []
     build = t.build_optimizers
 
     def building(model, compiled, ns_dtype):
@@ -204,7 +197,7 @@ def test_the_memory_estimate_is_within_a_tenth_of_the_measured_peak(bench, scrip
 
 @pytest.fixture
 def steps(monkeypatch):
-    module = load("tools/bench_optim.py")
+    module = fresh("tools/bench_optim.py")
     monkeypatch.setitem(module.optim._compiled, None, "not in a test")
     return module
 
@@ -312,7 +305,7 @@ def test_mistakes_in_a_command_get_one_line(tmp_path, name, flags, message):
 
 
 def test_what_the_data_cost(tmp_path, monkeypatch, capsys):
-    module = load("tools/bench_prepare.py")
+    module = fresh("tools/bench_prepare.py")
     monkeypatch.setattr(module, "TOKENS", 1_000_000)
     module.main(["--loader"])
     lines = capsys.readouterr().out.splitlines()

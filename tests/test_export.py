@@ -2,7 +2,6 @@
 
 Models of some ten thousand parameters on a CPU. Nothing needs a network; the vocabularies of GPT-2 and Llama 2 are taken
 from TIKTOKEN_CACHE_DIR and LLAMA2_TOKENIZER, else from their caches."""
-import importlib.util
 import io
 import json
 import os
@@ -12,15 +11,14 @@ import shutil
 import subprocess
 import sys
 import types
-import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+from common import ROOT, fresh, write_shard
+
 pytest.importorskip("transformers")
 import export_hf  # noqa: E402
 import sample  # noqa: E402
@@ -39,13 +37,6 @@ RUNS = {  # name: script, dataset, what differs
     "gpt-gpt2": ("train_gpt", "gpt2", {"n_layer": 1, "max_iters": 1}),
     "llama-llama2": ("train_llama", "llama2", {"n_layer": 1, "max_iters": 1}),
 }
-
-
-def script(name: str):
-    spec = importlib.util.spec_from_file_location(name + "_fresh", ROOT / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def flags(name: str, **changes) -> list[str]:
@@ -87,11 +78,8 @@ def home(tmp_path_factory):
 
 def write_data(folder: Path, name: str) -> None:
     ids, (vocab, eot) = reference(name)[0](TEXT[:12_000]), {"bytes": (257, 256), "gpt2": (50257, 50256), "llama2": (32000, 2)}[name]
-    folder.mkdir(parents=True)
     for split, tokens in (("train_000001", ids[:-1000]), ("val_000000", ids[-1000:])):
-        tokens, header = np.array([eot, *tokens], np.uint16), np.zeros(256, np.int32)
-        header[:3], header[3:7] = (20240520, 1, len(tokens)), (vocab, eot, np.uint32(zlib.crc32(tokens.tobytes())).astype(np.int32), 1)
-        (folder / f"{name}_{split}.bin").write_bytes(header.tobytes() + tokens.tobytes())
+        write_shard(folder / f"{name}_{split}.bin", [eot, *tokens], vocab, eot)
 
 
 @pytest.fixture
@@ -104,7 +92,7 @@ def run(home, monkeypatch):
         if not Path("checkpoints", name).exists():
             if not Path("data", dataset).exists():
                 write_data(Path("data", dataset), dataset)
-            script(module).main(flags(module, dataset=dataset, run_name=name, **changes))
+            fresh(f"{module}.py").main(flags(module, dataset=dataset, run_name=name, **changes))
         return Path("checkpoints", name)
     return make
 
@@ -240,11 +228,12 @@ def test_bad_input_to_export_is_one_line_and_leaves_nothing(run, tmp_path, monke
 
 def test_llama2_without_its_file_says_where_to_get_it(monkeypatch, tmp_path):
     import prepare
-    def hub(what, call):
-        raise prepare.UserError(f"{what}: no answer", "a network", "wait")
+
+    def hub(what, call, instead):
+        raise prepare.UserError(f"{what}: no answer", "a network", "wait" + instead)
 
     monkeypatch.setattr(prepare, "hub", hub)
-    with pytest.raises(export_hf.UserError, match="tokenizer.model of .*: no answer.*or give --tokenizer_file=PATH"):
+    with pytest.raises(export_hf.UserError, match="tokenizer.model of .*: no answer.*--tokenizer_file=PATH takes"):
         export_hf.build_tokenizer("llama2", 64)
     (tmp_path / "some.model").write_text("what?")
     with pytest.raises(export_hf.UserError, match="some.model is not Llama 2's tokenizer.model"):
@@ -392,7 +381,7 @@ def log_figures(path) -> dict[tuple[str, int], float]:
 def test_tensorboard_holds_the_figures_of_the_log(run, tmp_path, monkeypatch, name):
     run("gpt")
     files = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    work = lambda *more, **changes: script(name).main([*flags(name, dataset="bytes", log_dir=tmp_path, checkpoint_dir=tmp_path / "c",
+    work = lambda *more, **changes: fresh(f"{name}.py").main([*flags(name, dataset="bytes", log_dir=tmp_path, checkpoint_dir=tmp_path / "c",
                                                               run_name="r", **changes), *more])
     work("--tensorboard=true")
     seen = files.EventAccumulator(str(tmp_path / "tensorboard/r")).Reload()
@@ -407,7 +396,7 @@ def test_tensorboard_holds_the_figures_of_the_log(run, tmp_path, monkeypatch, na
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     for key in [key for key in sys.modules if key.startswith("torch.utils.tensorboard")]:
         monkeypatch.delitem(sys.modules, key)
-    module = script(name)
+    module = fresh(f"{name}.py")
     with pytest.raises(module.UserError, match="needs a package that is not installed .*; run `pip install tensorboard`"):
         module.main(flags(name, dataset="bytes", log_dir=tmp_path / "none", checkpoint_dir=tmp_path / "c", run_name="n", tensorboard="1"))
     assert not list((tmp_path / "none").iterdir())
@@ -422,15 +411,15 @@ def test_wandb_gets_the_figures_of_the_log(run, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", client)
     work = lambda module, run_name: module.main(flags("train_gpt", dataset="bytes", log_dir=tmp_path, checkpoint_dir=tmp_path / "c",
                                                       run_name=run_name, wandb="my-project"))
-    work(script("train_gpt"), "r")
+    work(fresh(), "r")
     assert (start["project"], start["id"], start["config"]["n_embd"], start["dir"]) == ("my-project", "r", 32, str(tmp_path))
     assert {(key, row["step"]): value for row in rows for key, value in row.items() if key != "step"} == log_figures(tmp_path / "r.txt")
     client.init = lambda **settings: (_ for _ in ()).throw(RuntimeError("api_key not configured\n(no-tty)"))
-    module = script("train_gpt")
+    module = fresh()
     with pytest.raises(module.UserError, match=r"--wandb=my-project .*: api_key not configured \(no-tty\); wandb needs `wandb login`"):
         work(module, "s")
     monkeypatch.setitem(sys.modules, "wandb", None)
-    module = script("train_gpt")
+    module = fresh()
     with pytest.raises(module.UserError, match="pip install wandb"):
         work(module, "s")
     assert not (tmp_path / "s.txt").exists()

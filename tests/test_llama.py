@@ -1,18 +1,15 @@
 """train_llama.py: the model against transformers, every preset's counts from shapes alone, bf16 parameters, checkpointing, and
 that the sections it shares with train_gpt.py are the same text."""
-import importlib.util
 import re
 import subprocess
 import sys
-import zlib
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from common import ROOT, fresh, write_shard
+
 SUITES = ["suite-a-130m", "suite-a-300m", "suite-a-1.2b", "suite-b-210m", "suite-b-720m"]
 OPTIMIZERS = ["adamw", "muon", "muon-nsr", "muon-vs", "muon-nsr-post", "adamuon", "normuon", "muon2"]
 VOCAB = {"suite-a": 32000, "suite-b": 50304}
@@ -20,9 +17,7 @@ VOCAB = {"suite-a": 32000, "suite-b": 50304}
 
 def script(*flags: str, name: str = "train_llama"):
     """A fresh copy of the script's module with these flags set."""
-    spec = importlib.util.spec_from_file_location(name + "_fresh", ROOT / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = fresh(f"{name}.py")
     module.configure(list(flags))
     return module
 
@@ -142,15 +137,11 @@ def data(tmp_path, monkeypatch):
     """Tiny byte shards and an empty folder for logs and checkpoints."""
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "data" / "tiny"
-    folder.mkdir(parents=True)
     rng = np.random.default_rng(0)
     for split, number, length in (("train", 1, 20_000), ("val", 0, 2_000)):
         tokens = np.resize(np.frombuffer(b"the quick brown fox jumps over the lazy dog. ", np.uint8).astype("<u2"), length)
         tokens[rng.random(length) < 0.1] = 32
-        header = np.zeros(256, "<i4")
-        header[:3] = 20240520, 1, length
-        header[3:7] = 257, 256, np.uint32(zlib.crc32(tokens.tobytes())).astype(np.int32), 1
-        (folder / f"tiny_{split}_{number:06d}.bin").write_bytes(header.tobytes() + tokens.tobytes())
+        write_shard(folder / f"tiny_{split}_{number:06d}.bin", tokens)
     return ["--dataset=tiny", "--n_layer=2", "--n_head=2", "--n_embd=32", "--n_ffn=64", "--block_size=32", "--batch_size=8",
             "--micro_batch_size=4", "--max_iters=30", "--warmup_iters=2", "--eval_interval=30", "--val_tokens=1024", "--compile=false",
             "--device=cpu", "--sample_tokens=4", "--threads=1"]

@@ -10,13 +10,12 @@ import signal
 import subprocess
 import sys
 import time
-import zlib
 
 import numpy as np
 import pytest
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, os.path.join(ROOT, "tools"))
+from common import ROOT, write_shard
+
 import sweep  # noqa: E402
 
 TRAIN = os.path.join(ROOT, "train_gpt.py")
@@ -157,12 +156,9 @@ def test_train_gpt_end_to_end(fake, capsys):
     """The real script: two runs of two updates, found finished by a second sweep, read by report.py."""
     report = pytest.importorskip("report")
     pytest.importorskip("scipy")
-    tokens = np.random.default_rng(0).integers(0, 256, 4096).astype(np.uint16)
-    header = np.zeros(256, np.int32)
-    header[:7] = 20240520, 1, len(tokens), 257, 256, np.uint32(zlib.crc32(tokens.tobytes())).astype(np.int32), 1
-    (fake / "data/tiny").mkdir(parents=True)
+    tokens = np.random.default_rng(0).integers(0, 256, 4096)
     for split in "train", "val":
-        (fake / f"data/tiny/tiny_{split}_000000.bin").write_bytes(header.tobytes() + tokens.tobytes())
+        write_shard(fake / f"data/tiny/tiny_{split}_000000.bin", tokens)
     flags = dict(dataset="tiny", n_layer=1, n_head=1, n_embd=16, block_size=32, batch_size=2, micro_batch_size=2,
                  max_iters=2, warmup_iters=0, eval_interval=1, val_tokens=256, sample_tokens=0, compile="false",
                  device="cpu")

@@ -1,7 +1,6 @@
 """train_gpt.py: gradients, data order, validation, logs, bad input, checkpoints and ranks; all on a CPU with a model of 30 k parameters.
 
 What needs several ranks runs in processes of this file (see `work`), a whole list of trainings for each start of Python."""
-import importlib.util
 import itertools
 import json
 import math
@@ -14,7 +13,6 @@ import socket
 import subprocess
 import sys
 import time
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -22,22 +20,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from common import ROOT, fresh, write_shard
+
 OPTIMIZERS = ["adamw", "muon", "muon-nsr", "muon-vs", "muon-nsr-post", "adamuon", "normuon", "muon2"]
 TINY = dict(dataset="tiny", n_layer=1, n_head=2, n_embd=32, block_size=16, batch_size=8, micro_batch_size=2, max_iters=4, warmup_iters=2,
             val_tokens=512, seed=1, data_seed=1, dtype="float32", compile=False, threads=1, device="cpu", sample_tokens=0, log_interval=1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------- tools
-def fresh(script="train_gpt.py"):
-    """A fresh copy of the script's module: its globals are the defaults."""
-    spec = importlib.util.spec_from_file_location("train_fresh", ROOT / script)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def flags(**changes) -> list[str]:
     return [f"--{name}={value}" for name, value in {**TINY, **changes}.items()]
 
@@ -50,15 +40,6 @@ def configured(**changes):
 
 def train(**changes) -> dict:
     return fresh().main(flags(**changes))
-
-
-def write_shard(path, tokens, vocab=257, eot=256, ours=True):
-    tokens, header = np.asarray(tokens, np.uint16), np.zeros(256, np.int32)
-    header[:3] = 20240520, 1, len(tokens)
-    if ours:
-        header[3:7] = vocab, eot, np.array(zlib.crc32(tokens.tobytes()), np.uint32).view(np.int32), 1
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_bytes(header.tobytes() + tokens.tobytes())
 
 
 def text(n, seed=0):

@@ -200,7 +200,7 @@ def build_tokenizer(name, block_size, file=None):
         name, file = prepare.named_tokenizer(argparse.Namespace(tokenizer=name, tokenizer_file=file), name)
         prepare.load_tokenizer(name, file)          # is it there, and the right one?
     except prepare.UserError as e:
-        raise UserError(f"{e}" + ("; or give --tokenizer_file=PATH" if name == "llama2" and not file else "")) from None
+        raise UserError(str(e)) from None
     if name == "llama2":
         tokenizer, eot, unknown = sentencepiece_bpe(file), "</s>", {"unk_token": "<unk>"}
     elif name == "gpt2":
