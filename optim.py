@@ -272,7 +272,7 @@ def _run(group: dict, function: Callable, *args):
         raise
     except Exception as error:
         result = function(*args)  # an error that is not the compiler's comes again here
-        _compiled[None] = error
+        _compiled[None] = None  # not the error: it holds these tensors
         warnings.warn(f"the optimizer runs uncompiled, so slower: torch.compile failed ({type(error).__name__}: "
                       f"{' '.join(str(error).split())[:150]}); install a C++ compiler, or pass compile=False")
         return result
@@ -330,10 +330,6 @@ class _Sharded(torch.optim.Optimizer):
                     self._buckets.append((group, bucket))
         return self._buckets
 
-    def _owns(self, p: Tensor) -> bool:
-        start, stop = self._ranges[p][_rank()]
-        return start < stop
-
     def _own(self, p: Tensor, t: Tensor) -> Tensor:
         """This rank's units (k, ...) of a tensor of p's shape."""
         start, stop = self._ranges[p][_rank()]
@@ -355,7 +351,7 @@ class _Sharded(torch.optim.Optimizer):
             raise RuntimeError(f"{type(self).__name__} takes dense gradients, found a sparse one: build nn.Embedding with sparse=False")
         finite, exchanges = [], []
         for group, bucket in self._layout():
-            mine = [p for p in bucket if p.grad is not None and self._owns(p)]
+            mine = [p for p in bucket if p.grad is not None and len(self._own(p, p))]
             for p in mine:
                 if p not in self.state:
                     self.state[p] = self._new_state(group, p)
@@ -377,8 +373,6 @@ class _Sharded(torch.optim.Optimizer):
     def _exchange(self, params: list[Tensor], own: list[Tensor]) -> Callable:
         """Starts to send `own`, this rank's units of each of `params`, to all. Returns a function that waits for it and gives
         [(parameter, start, stop, units)] of the other ranks; it holds the tensors and the Work until then."""
-        if _world() == 1:
-            return lambda: []
         ranges = [[self._ranges[p][r] for p in params] for r in range(_world())]
         most = max(sum(stop - start for start, stop in of_rank) for of_rank in ranges)
         mine = torch.cat(own)

@@ -310,7 +310,7 @@ def read_header(path):
 def ready_header(path):
     """The bytes of header in a file of tokens: none in nanoGPT's."""
     with open(path, "rb") as f:
-        if re.fullmatch(rb"[\t\n\r -~]+", f.read(4096)):  # as ids these would be legal ones of gpt2
+        if re.fullmatch(rb"[^\0-\x08\x0b\x0e-\x1f]+", f.read(4096)):  # no control bytes; as ids these could be legal ones of gpt2
             raise UserError(f"{path} is text", "uint16 ids", f"python prepare.py text --input {quote(str(path))} --name NAME")
     header, size = read_header(path), os.path.getsize(path)
     expected = size + size % 2 if header is None else HEADER + 2 * int(header[2])
@@ -757,9 +757,9 @@ def hub(what, call, instead=""):
         if not isinstance(error, errors.LocalEntryNotFoundError):  # that one is a network error by another name
             for kind, found, expected, mend in refusals:
                 if isinstance(error, kind):
-                    raise UserError(f"{what}: {found}", expected, mend)
+                    raise UserError(f"{what}: {found}", expected, mend + instead)
             if status < 500 and status not in (408, 429):
-                raise UserError(f"{what}: {api.endpoint} answers {status}", "200", login)
+                raise UserError(f"{what}: {api.endpoint} answers {status}", "200", login + instead)
         if pause is not None:
             tqdm.write(f"prepare.py: {what}: {type(error).__name__}; trying again in {pause} s{instead}", file=sys.stderr)
             time.sleep(pause)

@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import difflib
 import errno
+import functools
 import hashlib
 import json
 import math
@@ -165,7 +166,7 @@ def parse(name: str, text: str, kind: type):
     try:
         if kind is bool:
             return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
-        value = kind(text.replace("_", "")) if kind in (int, float) else text
+        value = kind(text)
         if kind is float and not math.isfinite(value):
             raise ValueError
         return value
@@ -214,8 +215,7 @@ def check_globals() -> None:
 
 def usage() -> str:
     """The docstring, and every global with its comment."""
-    source = Path(__file__).read_text(encoding="utf-8").split("\nPRESETS", 1)[0]
-    comments = dict(re.findall(r"^(\w+) = .*?  # (.+)$", source, re.M))
+    comments = dict(re.findall(r"^(\w+) = .*?  # (.+)$", sources()[0], re.M))
     return __doc__.strip() + "\n\n" + "\n".join(f"  {f'--{name}={globals()[name]}':32}  {comments.get(name, '')}".rstrip()
                                                 for name in GLOBALS)
 
@@ -488,9 +488,6 @@ def parameter_groups(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     inside = {id(p) for p in model.blocks.parameters()}
     for name, p in model.named_parameters():  # a tied parameter comes once
         groups["vectors" if p.ndim < 2 else "matrices" if id(p) in inside else "embeddings"][name] = p
-    covered = [id(p) for group in groups.values() for p in group.values()]
-    if len(covered) != len(set(covered)) or set(covered) != {id(p) for p in model.parameters()}:
-        raise RuntimeError("the parameter groups do not cover the model exactly once")
     return groups
 
 
@@ -507,6 +504,9 @@ def build_optimizers(model: nn.Module, compiled: bool, ns_dtype: torch.dtype) ->
         optimizers = [Muon([matrices], variant=optimizer, momentum=momentum, gamma=gamma, beta2=beta2, eps=muon_eps,
                            ns_steps=ns_steps, ns_eps=ns_eps, ns_dtype=ns_dtype, adjust_lr_fn=adjust_lr_fn, **shared),
                       AdamW(adam, betas=(adam_beta1, adam_beta2), eps=adam_eps, **shared)]
+    held = [p for opt in optimizers for group in opt.param_groups for p in group["params"]]
+    if len(held) != len(set(held)) or set(held) != set(model.parameters()):
+        raise RuntimeError("the optimizers do not hold every parameter exactly once")
     for group in (group for opt in optimizers for group in opt.param_groups):
         group["initial_lr"] = group["lr"]
     return optimizers
@@ -514,14 +514,13 @@ def build_optimizers(model: nn.Module, compiled: bool, ns_dtype: torch.dtype) ->
 
 def parameter_table(model: nn.Module) -> str:
     """Name, shape, count, optimizer, peak learning rate and weight decay of every parameter; equal layers share a line."""
-    rows: dict = {}
+    rows: Counter = Counter()
     for kind, group in parameter_groups(model).items():
         for name, p in group.items():
             how = optimizer if kind == "matrices" else "adamw"
             lr, decay = (learning_rate if kind == "matrices" else adam_lr), (0.0 if kind == "vectors" else weight_decay)
-            row = rows.setdefault((re.sub(r"\.\d+\.", ".*.", name), tuple(p.shape), how, lr, decay), [0])
-            row[0] += 1
-    return "\n".join(f"{name:28} {str(shape):>16} x{n[0]:<3} {how:14} lr {lr:<8g} weight_decay {decay:g}"
+            rows[re.sub(r"\.\d+\.", ".*.", name), tuple(p.shape), how, lr, decay] += 1
+    return "\n".join(f"{name:28} {str(shape):>16} x{n:<3} {how:14} lr {lr:<8g} weight_decay {decay:g}"
                      for (name, shape, how, lr, decay), n in rows.items())
 
 
@@ -581,7 +580,7 @@ PEAK_FLOPS = {  # dense bf16, one device, from the makers' data sheets; the firs
 
 def peak_flops(where: torch.device) -> float | None:
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else ""
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+    return next((peak for part, peak in PEAK_FLOPS.items() if re.search(rf"\b{part}\b", name)), None)
 
 
 @torch.no_grad()
@@ -701,7 +700,7 @@ class Checkpoints:
             message = (f"could not save a checkpoint in {self.folder}: {failure}; free some space or set --checkpoint_dir; "
                        "the ones before are intact")
             if last:
-                raise UserError(message + ": go on from there with --resume=auto")
+                raise UserError(f"{message}: go on from there with --run_name={self.folder.name} --resume=auto")
             print(f"{message}; training goes on", file=sys.stderr, flush=True)
 
     def _write(self, step, content, val_loss):
@@ -724,8 +723,8 @@ class Checkpoints:
         scored = [path for path in notes if notes[path]["val_loss"] is not None]
         best = sorted(scored, key=lambda path: notes[path]["val_loss"])[:1]
         for path in set(notes) - {*best, *list(notes)[-keep_checkpoints:]}:
-            path.with_suffix(".json").unlink()
             path.unlink()
+            path.with_suffix(".json").unlink()
 
     def newer(self, step: int) -> list[Path]:
         return sorted(path for path in self.folder.glob("step_*.pt") if path.name > f"step_{step:08d}.pt" and not damage(path))
@@ -739,7 +738,8 @@ class Checkpoints:
             if not path.exists():
                 raise UserError(f"--resume={which}: there is no {path}; expected a file checkpoints/RUN/step_N.pt or such a folder")
             if problem := damage(path):
-                raise UserError(f"--resume={which}: {path} {problem}; take an earlier one, or --resume=auto to do so by itself")
+                raise UserError(f"--resume={which}: {path} {problem}; take an earlier one, or --run_name="
+                                f"{path.resolve().parent.name} --resume=auto to do so by itself")
             return read_checkpoint(path)
         for path in sorted(self.folder.glob("step_*.pt"), reverse=True):
             if problem := damage(path):
@@ -830,7 +830,7 @@ def to_host(tree):
 # main
 # ----------------------------------------------------------------------------------------------------------------------
 class Log:
-    """Prints, and on rank 0 appends to logs/RUN.txt, a line at a time; figures also go to --wandb and --tensorboard."""
+    """On rank 0 prints, and appends to logs/RUN.txt, a line at a time; figures also go to --wandb and --tensorboard."""
 
     def __init__(self, path: Path, rank: int, head: str | None, step: int = 0):
         self.path, self.file, self.step = path, None, step
@@ -857,7 +857,7 @@ class Log:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             except OSError as error:
                 raise UserError(f"cannot write {self.path}: {error.strerror}; free some space, then go on with "
-                                "--resume=auto") from None
+                                f"--run_name={self.path.stem} --resume=auto") from None
             if self.trackers and line.startswith(("step:", "final ")):
                 pairs = re.findall(r"(\w+):([-+.\de]+)(s|ms|min|h|)(?:/\d+)?(?= |$)", line)
                 figures = {key: float(value) * {"min": 60, "h": 3600}.get(unit, 1) for key, value, unit in pairs}
@@ -880,9 +880,9 @@ def trackers(run: str, step: int) -> list:
                                   config={name: globals()[name] for name in GLOBALS})
             session.define_metric("*", step_metric="step")  # of a resumed run some steps come twice
             track.append(lambda figures, step: session.log({**figures, "step": step}))
-        if tensorboard not in ("", "0", "false"):
+        if tensorboard.lower() not in ("", "0", "false"):
             from torch.utils.tensorboard import SummaryWriter
-            folder = Path(log_dir) / "tensorboard" if tensorboard in ("true", "1") else Path(tensorboard)
+            folder = Path(log_dir) / "tensorboard" if tensorboard.lower() in ("true", "1") else Path(tensorboard)
             writer = SummaryWriter(str(folder / run), purge_step=step + 1 if step else None)
             track.append(lambda figures, step: ([writer.add_scalar(key, figures[key], step) for key in figures], writer.flush()))
     except ImportError as error:
@@ -894,6 +894,7 @@ def trackers(run: str, step: int) -> list:
     return track
 
 
+@functools.cache  # whoever edits the files while a run goes on changes neither its log nor its checkpoints
 def sources() -> tuple[str, str]:
     """Of this script and of optim.py."""
     return tuple(Path(file).read_text(encoding="utf-8") for file in (__file__, sys.modules[Muon.__module__].__file__))
@@ -973,13 +974,12 @@ class Watch(threading.Thread):
         os._exit(1)
 
 
-def agree(facts: dict[str, str], where: torch.device, rank: int, world: int) -> None:
-    """All ranks must have the same globals, code, data and torch; else each says in what it differs from rank 0."""
-    mine = torch.tensor([list(hashlib.sha256(fact.encode()).digest()) for fact in facts.values()], dtype=torch.uint8, device=where)
-    everyone = [torch.empty_like(mine) for _ in range(world)]
-    dist.all_gather(everyone, mine)
+def agree(facts: dict[str, str], world: int) -> None:
+    """All ranks must have the same globals, code, data and torch; else all say in what the first that differs does."""
+    everyone: list = [None] * world
+    dist.all_gather_object(everyone, facts)
     for r, other in enumerate(everyone):
-        if differing := [name for name, a, b in zip(facts, everyone[0], other) if not torch.equal(a, b)]:
+        if differing := [name for name in facts if other[name] != everyone[0][name]]:
             raise UserError(f"rank {r} differs from rank 0 in its {', '.join(differing)}; start all ranks from the same files, "
                             "data and command")
 
@@ -1063,7 +1063,7 @@ def train() -> dict:
         local = {"resume", "run_name", "device", "threads", "data_dir", "log_dir", "checkpoint_dir"}
         agree({"globals": str({name: globals()[name] for name in GLOBALS if name not in local}), "code": source_hash(),
                "data": train_shards.checksum + val_shards.checksum, "torch version": torch.__version__,
-               "hardware (bf16 or not; say --dtype)": str(uses_bf16(where))}, where, rank, world)
+               "hardware (bf16 or not; say --dtype)": str(uses_bf16(where))}, world)
     torch.manual_seed(seed)
     raw = Model(vocab)
     initialise(raw)
@@ -1083,7 +1083,7 @@ def train() -> dict:
     log_path, checkpoints = Path(log_dir) / f"{run}.txt", Checkpoints(run)
     saved = checkpoints.load(resume) if resume else None
     if world > 1:
-        agree({"checkpoint (is --checkpoint_dir on a shared file system?)": str(saved and saved["step"])}, where, rank, world)
+        agree({"checkpoint (is --checkpoint_dir on a shared file system?)": str(saved and saved["step"])}, world)
     if rank == 0 and not resume and (log_path.exists() or any(checkpoints.folder.glob("*"))):
         raise UserError(f"a run {run} exists already ({log_path}, {checkpoints.folder}); choose another --run_name, or go on with "
                         "--resume=auto")
@@ -1105,7 +1105,7 @@ def train() -> dict:
                             "--allow_change=true")
         if rank == 0 and (newer := checkpoints.newer(saved["step"])):
             raise UserError(f"--resume={resume}: run {run} has newer checkpoints ({newer[-1]}); go on from there with "
-                            "--resume=auto, or branch off with another --run_name")
+                            f"--run_name={run} --resume=auto, or branch off with another --run_name")
         with fitting():
             raw.load_state_dict(saved["model"])
     if rank == 0:
@@ -1136,10 +1136,8 @@ def train() -> dict:
         val_loss, val_acc = validate()
     if step == 0:
         log(f"step:0/{max_iters} val_loss:{val_loss:.5f} train_time:0.000s val_acc:{val_acc:.4f}")
-    parallel = raw
     devices = [torch.cuda.current_device()] if where.type == "cuda" else None
-    if world > 1:
-        parallel = DDP(raw, device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=False)
+    parallel = DDP(raw, device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=False) if world > 1 else raw
     parameters = list(raw.parameters())
 
     def gradient(step: int) -> Tensor:
@@ -1336,9 +1334,10 @@ def listen() -> dict:
     stop = {"signal": None, "time": 0.0}
 
     def remember(number, frame):
-        if stop["signal"] and time.monotonic() > stop["time"] + 3:  # launchers and terminals may both send the first one
+        if not stop["signal"]:
+            stop.update(signal=signal.Signals(number).name, time=time.monotonic())
+        elif time.monotonic() > stop["time"] + 3:  # launchers and terminals may both send the first one
             raise KeyboardInterrupt  # a second one does not wait for the update
-        stop.update(signal=signal.Signals(number).name, time=time.monotonic())
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, remember)
@@ -1361,6 +1360,8 @@ def complain(what) -> None:
 
 
 def cli() -> int:
+    with contextlib.suppress(AttributeError):  # a sample or a comment may have letters that the terminal has not
+        sys.stdout.reconfigure(errors="replace")
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(usage())
         return 0

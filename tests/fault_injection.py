@@ -214,11 +214,11 @@ def kill_at_every_stage_of_saving(expected: str) -> None:
                 module.os.replace = lambda a, b: die() if Path(b).name == "step_00000012.pt" else replace(a, b)
             elif stage == "renamed, json missing":
                 module.os.replace = lambda a, b: die() if Path(b).name == "step_00000012.json" else replace(a, b)
-            elif stage == "old json removed, its checkpoint not":
-                Path.unlink = lambda path, **how: die() if path.name == "step_00000003.pt" else unlink(path, **how)
+            elif stage == "old checkpoint removed, its json not":
+                Path.unlink = lambda path, **how: die() if path.name == "step_00000003.json" else unlink(path, **how)
         return meddle
     for number, stage in enumerate(("half written", "written, not synced", "synced, not renamed", "renamed, json missing",
-                                    "old json removed, its checkpoint not")):
+                                    "old checkpoint removed, its json not")):
         name = f"stage{number}"
         code = run(name, at(stage), keep_checkpoints=1)
         files = good_files(name)

@@ -397,6 +397,8 @@ def test_tensorboard_holds_the_figures_of_the_log(run, tmp_path, monkeypatch, na
     for key in [key for key in sys.modules if key.startswith("torch.utils.tensorboard")]:
         monkeypatch.delitem(sys.modules, key)
     module = fresh(f"{name}.py")
+    module.tensorboard = "False"  # as the log's own flags write it
+    assert module.trackers("n", 0) == []
     with pytest.raises(module.UserError, match="needs a package that is not installed .*; run `pip install tensorboard`"):
         module.main(flags(name, dataset="bytes", log_dir=tmp_path / "none", checkpoint_dir=tmp_path / "c", run_name="n", tensorboard="1"))
     assert not list((tmp_path / "none").iterdir())

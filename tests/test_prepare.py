@@ -691,6 +691,8 @@ def test_import_refuses():
     refused("no .bin file", "prepare.py text", "import", "d", "--tokenizer", "bytes")
     write("g/notes.txt", "As uint16 this would be legal ids of gpt2.\n" * 9)
     refused("g/notes.txt is text", "prepare.py text --input g/notes.txt", "import", "g/notes.txt", "--workers", "1")
+    write("g/notes.txt", "Ça aussi, déjà vu, même “ici”.\n" * 9)
+    refused("g/notes.txt is text", "prepare.py text --input g/notes.txt", "import", "g/notes.txt", "--workers", "1")
     refused("does not exist", "ls", "import", "nowhere/train.bin")
 
 

@@ -178,9 +178,11 @@ def test_train_gpt_end_to_end(fake, capsys):
     (["train_fake.py", "--seed"], "found '--seed'"), (["train_fake.py", "--seed=1,,2"], "found '--seed=1,,2'"),
     (["train_fake.py", "--log_dir=train_fake.py/x"], "cannot make the folder --log_dir=train_fake.py/x: Not a directory"),
     (["train_fake.py", "--log_dir=train_fake.py"], "cannot make the folder --log_dir=train_fake.py: File exists"),
+    (["broken.py", "--seed=1"], "broken.py cannot be imported: ModuleNotFoundError: No module named 'nowhere'"),
     ([TRAIN, "--optimizer=muon,moun"], "did you mean --optimizer=muon?"), ([TRAIN, "--gama=1,10"], "did you mean --gamma=1?"),
     ([TRAIN, "--preset=demo,gpt2-small", "--n_head=4,7"], "--n_embd=256 gives 7 heads a width of")])
 def test_mistakes_are_one_line(fake, args, message):
+    (fake / "broken.py").write_text("import nowhere\n\ndef configure(argv): pass\n")
     command = [sys.executable, os.path.join(ROOT, "tools/sweep.py"), *args]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.startswith("sweep.py: error: ") and message in done.stderr

@@ -1,6 +1,7 @@
 """train_gpt.py: gradients, data order, validation, logs, bad input, checkpoints and ranks; all on a CPU with a model of 30 k parameters.
 
 What needs several ranks runs in processes of this file (see `work`), a whole list of trainings for each start of Python."""
+import io
 import itertools
 import json
 import math
@@ -340,6 +341,15 @@ def test_flops_per_token_is_what_torch_counts():
     assert counter.get_total_flops() / x.numel() == module.flops_per_token(model)
 
 
+@pytest.mark.parametrize("name, peak", [
+    ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA H200", 989e12), ("NVIDIA GH200 480GB", 989e12),
+    ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA A10G", 70e12), ("NVIDIA A10", 125e12), ("NVIDIA RTX A6000", 155e12),
+    ("NVIDIA L40S", 362e12), ("NVIDIA GeForce RTX 4090", 165.2e12), ("NVIDIA RTX A4000", None), ("NVIDIA RTX A1000 Laptop GPU", None)])
+def test_peak_of_a_device_is_known_or_not_claimed(name, peak, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda where: name)
+    assert fresh().peak_flops(torch.device("cuda", 0)) == peak
+
+
 def test_every_parameter_is_in_one_group():
     module = configured(n_layer=2)
     model = module.Model(320)
@@ -355,6 +365,9 @@ def test_every_parameter_is_in_one_group():
     assert table.count("muon-vs") == 4 and table.count("adamw") == 5
     model.extra = torch.nn.Parameter(torch.zeros(2))  # a new one finds its group by its shape and place
     assert "extra" in module.parameter_groups(model)["vectors"]
+    module.parameter_groups = lambda model: groups  # which do not know it
+    with pytest.raises(RuntimeError, match="do not hold every parameter exactly once"):
+        module.build_optimizers(model, False, torch.float32)
 
 
 # ---------------------------------------------------------------------------------------------------------------------- data
@@ -585,6 +598,15 @@ def test_help_lists_every_global_with_its_comment(capsys, monkeypatch):
     out = capsys.readouterr().out
     assert all(f"\n  --{name}=" in out for name in module.GLOBALS) and len(module.GLOBALS) > 50
     assert re.search(r"^  --gamma=1000.0 +γ of muon-nsr and muon-nsr-post$", out, flags=re.M)
+
+
+def test_help_prints_on_a_terminal_of_few_letters(monkeypatch):
+    bare = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", bare)
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", "--help"])
+    assert fresh().cli() == 0
+    bare.flush()
+    assert b"? of muon-nsr and muon-nsr-post" in bare.buffer.getvalue()
 
 
 def test_without_a_compiler_it_runs_eagerly_after_one_warning(place):
@@ -864,6 +886,29 @@ def test_a_signal_saves_and_ends_with_status_0(name, capsys, monkeypatch):
     train(**same)
     train(**{**same, "run_name": "undisturbed"})
     assert_same_bits(checkpoint("signal", 6), checkpoint("undisturbed", 6))
+
+
+def test_only_a_signal_seconds_after_the_first_interrupts(monkeypatch):
+    module, now = fresh(), iter([0.0, 2.0, 4.0])
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    monkeypatch.setattr(module.time, "monotonic", lambda: next(now))
+    try:
+        stop = module.listen()
+        remember = signal.getsignal(signal.SIGINT)
+        remember(signal.SIGINT, None), remember(signal.SIGTERM, None)  # as a terminal and torchrun send them
+        with pytest.raises(KeyboardInterrupt):
+            remember(signal.SIGINT, None)
+        assert stop["signal"] == "SIGINT"
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def test_files_that_are_edited_during_a_run_do_not_become_its_source(monkeypatch):
+    module = fresh()
+    before = module.source_hash()
+    monkeypatch.setattr(Path, "read_text", lambda *args, **how: "another version")
+    assert module.source_hash() == before and module.log_head("r", {}).startswith('"""\nTrains a GPT-2')
 
 
 def test_a_line_that_was_cut_short_does_not_spoil_the_next():

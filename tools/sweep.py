@@ -87,7 +87,10 @@ def check(script, runs):
     sys.path.insert(0, str(script.resolve().parent))
     spec = importlib.util.spec_from_file_location("script", script)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UserError(f"{script} cannot be imported: {type(error).__name__}: {error}; mend it, or install what it needs") from None
     defaults = {name: getattr(module, name) for name in module.GLOBALS}
     for settings in runs.values():
         vars(module).update(defaults)
@@ -122,9 +125,13 @@ class Run:
         self.place, (cores, env) = place, place
         self.out = self.log.with_suffix(".out")
         with open(self.out, "w") as out:        # a session of its own: Ctrl-C reaches it through us, and once
-            self.process = subprocess.Popen(
-                self.command, stdout=out, stderr=subprocess.STDOUT, env=os.environ | env, start_new_session=True,
-                preexec_fn=(lambda: os.sched_setaffinity(0, cores)) if cores else None)
+            if cores:                           # of this thread, from which the run has them
+                everywhere = os.sched_getaffinity(0)
+                os.sched_setaffinity(0, cores)
+            self.process = subprocess.Popen(self.command, stdout=out, stderr=subprocess.STDOUT, env=os.environ | env,
+                                            start_new_session=True)
+            if cores:
+                os.sched_setaffinity(0, everywhere)
 
     def finished(self):
         """The log's last section has a final line. (The first two are source code, which may quote one.)"""
