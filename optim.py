@@ -63,8 +63,8 @@ def _iterate(X: Tensor, steps: int) -> Tensor:
     An iteration is X <- ZX with Z = aI + bR + cR² and R = XXᵀ. Two of them need one R only: the second's is ZRZ, and products
     of m x m matrices are cheaper than those with X where n is large. All are polynomials in R, so they commute and are
     symmetric. Every other R serves one iteration only, or rounding would build up: five are made as 2 + 1 + 2. Each m x m matrix
-    is held as a multiple of I and a rest, R = μI + E, since bf16 keeps a small rest more exactly than the whole; any μ is right,
-    and these keep E small: tr(R)/m is 1/m at first, and about 0.2 to 0.9 after two iterations.
+    is held as a multiple of I and a rest, R = μI + E, since bf16 keeps a small rest more exactly than the whole; any μ is right.
+    E is smallest at tr(R)/m, which is 1/m at first and later anything from 0.01 to 1.2, of which 0.2 stands for all.
     """
     m, n = X.shape[-2:]
     Y = torch.empty_like(X)
@@ -292,25 +292,23 @@ def _world() -> int:
 
 class _Sharded(torch.optim.Optimizer):
     """An optimizer that splits its state and its work over the ranks of the default process group, where there is one.
+    Parameters and gradients must be the same on all ranks, as under DistributedDataParallel; not for FSDP or tensor parallelism.
 
     A parameter is seen as units along a leading dimension (`_units`): matrices for Muon, rows for AdamW. Each rank owns a range
     of every parameter's units, updates it, and gets the others by an all-gather before step() returns, so all ranks end with
     the same bits. `state[p]` holds this rank's range; state_dict() holds everything. Who owns what never depends on gradients.
     """
 
-    def __init__(self, params, defaults: dict):
-        self._buckets = None
-        self.skipped = 0  # updates of this rank left out so far because a gradient was not finite; a tensor after a step
-        super().__init__(params, defaults)
-
-    def __setstate__(self, state: dict):  # pickle and deepcopy pass here
-        super().__setstate__(state)
-        self._buckets, self.skipped = None, 0
+    _buckets = None  # pickle and deepcopy leave both behind
+    skipped = 0      # updates of this rank left out so far because a gradient was not finite; a tensor after a step
 
     def add_param_group(self, param_group: dict):
         super().add_param_group(param_group)
         try:
             for i, p in enumerate(self.param_groups[-1]["params"]):
+                if hasattr(p, "placements"):
+                    raise ValueError(f"parameter {i} is a DTensor, of FSDP or tensor parallelism, expected a whole tensor, the same on "
+                                     f"all ranks: wrap the model in DistributedDataParallel, {type(self).__name__} shards its own state")
                 self._check(i, p)
         except ValueError:
             self.param_groups.pop()
@@ -375,9 +373,7 @@ class _Sharded(torch.optim.Optimizer):
         [(parameter, start, stop, units)] of the other ranks; it holds the tensors and the Work until then."""
         ranges = [[self._ranges[p][r] for p in params] for r in range(_world())]
         most = max(sum(stop - start for start, stop in of_rank) for of_rank in ranges)
-        mine = torch.cat(own)
-        if len(mine) < most:  # equal sizes on all ranks
-            mine = torch.cat([mine, mine.new_zeros(most - len(mine), *mine.shape[1:])])
+        mine = torch.cat([*own, own[0].new_zeros(most - sum(map(len, own)), *own[0].shape[1:])])  # equal sizes on all ranks
         everyone = mine.new_empty(_world(), *mine.shape)
         as_bytes = lambda t: t.view(-1).view(torch.uint8)  # any dtype
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name until torch 2.12
@@ -425,7 +421,7 @@ class _Sharded(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict) -> None:
-        """Takes this rank's part of a whole state_dict, saved at any world size; buffers keep the dtype they were saved in.
+        """Takes this rank's part of a whole state_dict, saved at any world size; hyperparameters are loaded too, state_dtype with them.
 
         Raises ValueError where groups, parameters, shapes or buffers are not this optimizer's; nothing is changed then.
         """
@@ -452,13 +448,19 @@ class _Sharded(torch.optim.Optimizer):
                     raise ValueError(f"{name} of parameter {i} has shape {tuple(entry[name].shape)}, "
                                      f"expected {tuple(self._whole_shape(p, mine))}")
                 else:
-                    new[name] = entry[name].reshape(-1, *mine.shape[1:])[start:stop].to(p.device, copy=True).contiguous()
+                    new[name] = entry[name].reshape(-1, *mine.shape[1:])[start:stop].to(p.device, mine.dtype, copy=True).contiguous()
             if stop > start:
                 state[p] = new
         for group, saved in zip(self.param_groups, hyper):
             group.update(saved)
         self.state.clear()
         self.state.update(state)
+
+
+def _in_range(high: float, **values: float) -> None:
+    for name, value in values.items():
+        if not 0 <= value < high:
+            raise ValueError(f"{name} is {value}, expected a number in [0, {high})")
 
 
 def _noise(group: dict, W: Tensor) -> Tensor | None:
@@ -474,7 +476,8 @@ def _scalar(value, p: Tensor) -> Tensor:  # 0-d, so it never changes the dtype o
 class Muon(_Sharded):
     """Muon and its variants for matrices inside a network: (m, n), or (..., m, n) as a batch of matrices.
 
-    Not for embeddings, the output head and vectors: give those to AdamW.
+    Not for embeddings, the output head and vectors: give those to AdamW. Nor for convolution kernels (out, in, h, w), whose h × w
+    windows would be the matrices: hold them as (out, in·h·w).
 
     lr: η, in units of `adjust_lr_fn`, as in torch.optim.Muon: "original" s = √max(1, m/n); "match_rms_adamw" s = 0.2 √max(m, n),
         for learning rates tuned for AdamW; and "frobenius" s = 0.2 √(mn) / |O|_F, AdaMuon's own.
@@ -499,10 +502,10 @@ class Muon(_Sharded):
         for name, choices in (("variant", tuple(VARIANTS)), ("adjust_lr_fn", ("original", "match_rms_adamw", "frobenius"))):
             if group[name] not in choices:
                 raise ValueError(f"{name} is {group[name]!r}, expected one of {', '.join(choices)}")
-        for name, high in dict(lr=math.inf, momentum=1, beta2=1, weight_decay=math.inf, gamma=math.inf, eps=math.inf,
-                               ns_steps=math.inf).items():
-            if not 0 <= group[name] < high or name == "ns_steps" and group[name] != int(group[name]):
-                raise ValueError(f"{name} is {group[name]}, expected {'a whole' if name == 'ns_steps' else 'a'} number in [0, {high})")
+        _in_range(1, momentum=group["momentum"], beta2=group["beta2"])
+        _in_range(math.inf, **{name: group[name] for name in ("lr", "weight_decay", "gamma", "eps", "ns_steps")})
+        if group["ns_steps"] != int(group["ns_steps"]):
+            raise ValueError(f"ns_steps is {group['ns_steps']}, expected a whole number")
         super().add_param_group(param_group)
 
     def _check(self, i, p):
@@ -611,6 +614,12 @@ class AdamW(_Sharded):
                  compile: bool = True):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, state_dtype=state_dtype,
                                       stochastic_rounding=stochastic_rounding, compile=compile))
+
+    def add_param_group(self, param_group: dict):
+        group = {**self.defaults, **param_group}
+        _in_range(1, beta1=group["betas"][0], beta2=group["betas"][1])
+        _in_range(math.inf, lr=group["lr"], eps=group["eps"], weight_decay=group["weight_decay"])
+        super().add_param_group(param_group)
 
     def _check(self, i, p):
         if not p.is_floating_point() or not p.is_contiguous() or not p.numel():
