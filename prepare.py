@@ -91,6 +91,7 @@ TEXT, RECORDS = (".txt", ".md", ".py"), (".jsonl", ".jsonl.gz", ".jsonl.zst", ".
 UNIT = 8 << 20  # bytes of text, about, that a worker takes at a time
 RETRY_PAUSES = (1, 4, 15, 60)  # seconds, after network errors
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+VALIDATES = re.compile(r"(^|[_.-])val(id|idation)?([_.-]\d+)?\.bin")  # of a file of tokens by its name
 
 
 class UserError(Exception):
@@ -300,24 +301,19 @@ def whole(path):
         raise UserError(f"{path} is damaged ({e})", "a whole file", mend) from None
 
 
-def read_header(path):
-    """The 256 words of a shard, or None if the file does not begin as one."""
-    with open(path, "rb") as f:
-        words = np.frombuffer(f.read(HEADER).ljust(HEADER, b"\0"), dtype="<u4")
-    return words if words[0] == MAGIC else None
-
-
 def ready_header(path):
     """The bytes of header in a file of tokens: none in nanoGPT's."""
     with open(path, "rb") as f:
-        if re.fullmatch(rb"[^\0-\x08\x0b\x0e-\x1f]+", f.read(4096)):  # no control bytes; as ids these could be legal ones of gpt2
-            raise UserError(f"{path} is text", "uint16 ids", f"python prepare.py text --input {quote(str(path))} --name NAME")
-    header, size = read_header(path), os.path.getsize(path)
-    expected = size + size % 2 if header is None else HEADER + 2 * int(header[2])
-    if size != expected or header is not None and header[1] != VERSION:
-        raise UserError(f"{path} has {size} bytes" + (f" and version {header[1]}" if header is not None else ""),
+        start, size = f.read(4096), os.path.getsize(path)
+    if re.fullmatch(rb"[^\0-\x08\x0b\x0e-\x1f]+", start):  # no control bytes; as ids these could be legal ones of gpt2
+        raise UserError(f"{path} is text", "uint16 ids", f"python prepare.py text --input {quote(str(path))} --name NAME")
+    magic, version, tokens = np.frombuffer(start[:12].ljust(12, b"\0"), "<u4").tolist()
+    shard = magic == MAGIC
+    expected = HEADER + 2 * tokens if shard else size + size % 2
+    if size != expected or shard and version != VERSION:
+        raise UserError(f"{path} has {size} bytes" + f" and version {version}" * shard,
                         f"{expected}, uint16 ids, version {VERSION}", "copy it again")
-    return 0 if header is None else HEADER
+    return HEADER * shard
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -533,7 +529,7 @@ def build(args, source, found, tokenizer, inputs, splits, limit=None, fetch=None
         except Exception as e:
             bar.leave = False
             if fresh and time.monotonic() - began < 60 and getattr(e, "errno", None) not in DISK_FULL:
-                shutil.rmtree(folder)  # nobody misses so little work
+                shutil.rmtree(folder, ignore_errors=True)  # nobody misses so little work; a worker may still write there
             raise
         finally:
             bar.close()
@@ -697,17 +693,6 @@ def locked(folder):
         os.close(descriptor)
 
 
-@contextlib.contextmanager
-def atomic(path):
-    """A file that appears at `path` whole or not at all."""
-    temporary = f"{path}.tmp"
-    with open(temporary, "wb") as f:
-        yield f
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(temporary, path)
-
-
 def sync(folder):
     """Let the names in `folder` survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -720,8 +705,12 @@ def read_json(path):
 
 
 def write_json(path, thing):
-    with atomic(path) as f:
+    """A file that appears at `path` whole or not at all."""
+    with open(f"{path}.tmp", "wb") as f:
         f.write(json.dumps(thing, indent=1).encode() + b"\n")
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(f"{path}.tmp", path)
 
 
 def check_disk(*needs):
@@ -861,12 +850,11 @@ def prepare_import(args):
     if path in pair or path == folder and pair:
         shards = pair
     else:
-        shards = sorted([path] if path != folder else folder.glob("*.bin"), key=lambda p: ("val" not in p.name, p.name))
+        shards = sorted([path] if path != folder else folder.glob("*.bin"), key=lambda p: (not VALIDATES.search(p.name), p.name))
     if (folder / "meta.pkl").exists() or not shards:
         found = "a meta.pkl, so its ids are those of a character-level vocabulary" if shards else "no .bin file"
         raise UserError(f"{folder} holds {found}", "ids of gpt2", "python prepare.py text --input PATH --name NAME")
-    files = [{**describe("ready", shard, shard.name), "val": "val" in shard.name} for shard in shards]
-    args.name = args.name or folder.absolute().name
+    files = [{**describe("ready", shard, shard.name), "val": bool(VALIDATES.search(shard.name))} for shard in shards]
     splits = [split for split in SPLITS if any(file["val"] == (split == "val") for file in files)]
     return prepare_files(args, {"kind": "import", "path": args.path}, (args.tokenizer or "gpt2", None), files, splits)
 
@@ -885,7 +873,8 @@ def existing(args, source, tokenizer, files=()):
     if not folder.is_dir() or not any(folder.iterdir()):
         return None
     if not (folder / "manifest.json").exists():
-        raise UserError(f"{folder} holds {min(folder.iterdir()).name} and no manifest.json", "nothing there", mend)
+        raise UserError(f"{folder} holds {min(folder.iterdir()).name} and no manifest.json", "nothing there",
+                        "choose another --name")
     manifest = read_manifest(args)
     had, wanted = {**manifest["source"], "tokenizer": manifest["tokenizer"]}, {**source, "tokenizer": tokenizer}
     for key in wanted:
@@ -1034,7 +1023,8 @@ def parse(argv):
             add("--tokens", type=token_count, help="stop at the end of the document that reaches so many: 10B, 500M")
             add("--revision", help=f"of {SOURCES[name]['repo']} ({SOURCES[name]['revision'][:12]})")
         if name in SOURCES or name in ("text", "import"):
-            add("--tokenizer", choices=("bytes", "gpt2") if name == "import" else ("bytes", "gpt2", "llama2"))
+            add("--tokenizer", choices={"import": ("bytes", "gpt2"), "fineweb10b-gpt2": ("gpt2",)}.get(
+                name, ("bytes", "gpt2", "llama2")))
         if name not in ("pysrc", "import", "verify"):
             add("--tokenizer_file", metavar="PATH", help="llama2's tokenizer.model (else it comes from the Hub)")
         add("--data_dir", default="data", help="where all datasets are (data)")
@@ -1043,6 +1033,8 @@ def parse(argv):
         options = [name for action in commands.choices[args.command]._actions for name in action.option_strings[-1:]]
         raise UserError(f"{args.command} knows no {unknown[0]}", f"one of {', '.join(options)}",
                         did_you_mean(unknown[0], options) or f"python prepare.py {args.command} --help")
+    if args.command == "import" and not args.name:
+        args.name = (path if (path := Path(args.path)).is_dir() else path.parent).absolute().name
     if args.name and not re.fullmatch(r"(?!.*\.partial$)[A-Za-z0-9][\w.-]*", args.name):
         raise UserError(f"{args.name} cannot name a dataset", "letters, digits, - _ and . in it", "--name mine")
     return args
@@ -1060,7 +1052,8 @@ def main(argv):
     mend = {"text": "prepare more text, or with a larger --val_fraction", "import": "put the val file beside the train file"}
     if few <= 256 and args.command in mend:
         print(f"note: {few} tokens to validate on are less than a window of the demo's; {mend[args.command]}")
-    print(f"next: torchrun --standalone --nproc_per_node=1 {following}")
+    elsewhere = "" if args.data_dir == "data" else f" --data_dir={quote(args.data_dir)}"
+    print(f"next: torchrun --standalone --nproc_per_node=1 {following}{elsewhere}")
 
 
 def cli():

@@ -255,7 +255,7 @@ class Shards:
 
     def __init__(self, name: str, split: str, rank: int = 0, world: int = 1):
         folder = Path(data_dir) / name
-        self.files = sorted(folder.glob(f"*_{split}_*.bin"))
+        self.files = sorted(folder.glob(f"*_{split}_{'[0-9]' * 6}.bin"))  # a dataset may be called x_val
         known = {preset["dataset"] for preset in PRESETS.values() if "dataset" in preset} | {"c4", "fineweb10b", "fineweb10b-gpt2"}
         mend = "python prepare.py" + ("" if name == "pysrc" else f" {name}" if name in known else f" text --input PATH --name {name}")
         if not self.files:

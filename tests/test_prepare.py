@@ -665,6 +665,17 @@ def test_import_of_nanogpt_and_modded_nanogpt(monkeypatch):
         prepare.main(["verify", name])
 
 
+def test_import_tells_what_validates_by_a_word_not_by_three_letters(capsys):
+    for name in ("my_val_set_train_000001", "my_val_set_val_000000"):
+        write(f"retrieval/{name}.bin", shard_of_others(np.full(400, 65)))
+    prepare.main(["import", "retrieval", "--tokenizer", "bytes", "--workers", "1", "--data_dir", "big"])
+    splits = json.loads(pathlib.Path("big/retrieval/manifest.json").read_text())["splits"]
+    assert splits["train"]["tokens"] == splits["val"]["tokens"] == 400
+    assert capsys.readouterr().out.endswith("train_gpt.py --dataset=retrieval --data_dir=big\n")
+    write("My Data/train.bin", np.full(400, 65, "<u2").tobytes())
+    refused("My Data cannot name a dataset", "--name mine", "import", "My Data/train.bin", "--tokenizer", "bytes", left=[])
+
+
 def test_little_to_validate_on_is_told(capsys):
     write("nano/train.bin", np.full(1000, 65, "<u2").tobytes())
     prepare.main(["import", "nano/train.bin", "--name", "one", "--tokenizer", "bytes", "--workers", "1"])

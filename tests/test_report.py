@@ -223,6 +223,16 @@ def test_configurations_of_one_optimizer_are_rows(tmp_path, run, logs):
     assert [p.name for p in (tmp_path / "out").glob("*sweep*.svg")] == ["gpt-demo-sweep-gamma.svg"]
 
 
+def test_what_wandb_keeps_is_no_log_and_a_diverged_run_has_no_perplexity(tmp_path, run, logs):
+    write(logs, "wandb/run-1/files/output.log", "step:0/500 val_loss:5.0\nstep:500/500 val_loss:1.0\n")
+    write(logs, "wandb/run-1/files/requirements.txt", "torch\n")
+    write(logs, "far.txt", log_text("adamw", 1, (5.0, 9.0, 99.0, 300.0, 500.0, 812.5), run_name="far"))
+    _, _, err = run()
+    assert "wandb" not in err
+    found = {r["optimizer"]: r for r in rows_of(tmp_path / "out/final.csv")}
+    assert found["adamw"]["val ppl"] == "nan" and float(found["muon"]["val ppl"]) < 3 and len(found) == 4
+
+
 def test_missing_baseline_is_named(tmp_path, run, logs):
     _, _, err = run("--baseline", "mion")
     assert "no run of the baseline 'mion' among muon, muon-nsr, muon-vs" in err

@@ -135,16 +135,21 @@ def test_jobs_get_their_own_gpus(fake, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     assert sweep.gpus() == ["3", "5"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert sweep.gpus() == []
+    with pytest.raises(sweep.UserError, match="needs 8 GPUs, found 1; give at most --nproc=1"):
+        sweep.places(1, 8, ["0"])
 
 
-def test_ctrl_c_reaches_the_runs_and_the_same_command_goes_on(fake):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_reach_the_runs_and_the_same_command_goes_on(fake, number):
     command = [sys.executable, os.path.join(ROOT, "tools/sweep.py"), "train_fake.py", "--optimizer=muon", "--seed=1,2"]
     process = subprocess.Popen([*command, "--delay=0.3"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     log = fake / "logs/fake-muon-delay0.3-seed1.txt"
     deadline = time.time() + 20
     while not (log.exists() and "step:1/4" in log.read_text()) and time.time() < deadline:
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, err = process.communicate(timeout=20)
     assert process.returncode == 130 and "waiting for 1 runs" in err and "Traceback" not in err
     assert log.read_text().endswith("step:1/4 val_loss:1.0 train_time:1.0s\ninterrupted\n")
@@ -174,6 +179,7 @@ def test_train_gpt_end_to_end(fake, capsys):
 @pytest.mark.parametrize("args, message", [
     (["nowhere.py"], "no script 'nowhere.py'"),
     (["train_fake.py", "--study=none"], "unknown study 'none'; expected one of seeds"),
+    (["train_fake.py", "--study=lr,gamma"], "unknown study 'lr,gamma'"), (["train_fake.py", "--jobs=1,2"], "found --jobs=1,2"),
     (["train_fake.py", "--jobs=0"], "found --jobs=0"), (["train_fake.py", "--jobs=9999"], "needs 9999 cores"),
     (["train_fake.py", "--seed"], "found '--seed'"), (["train_fake.py", "--seed=1,,2"], "found '--seed=1,,2'"),
     (["train_fake.py", "--log_dir=train_fake.py/x"], "cannot make the folder --log_dir=train_fake.py/x: Not a directory"),

@@ -411,6 +411,15 @@ def test_every_window_once_an_epoch_in_a_new_order():
     assert not np.array_equal(shards.batch(0, range(10)), steps[0])
 
 
+@pytest.mark.parametrize("name", ["wiki_train", "wiki_val"])
+def test_a_dataset_may_be_called_like_a_split(name):
+    for split in ("train_000001", "val_000000"):
+        write_shard(f"data/{name}/{name}_{split}.bin", text(500))
+    module = configured(dataset=name)
+    for split in ("train_000001", "val_000000"):
+        assert [path.name for path in module.Shards(name, split.partition("_")[0]).files] == [f"{name}_{split}.bin"]
+
+
 def test_shards_of_llm_c_are_read_and_files_without_header_are_not():
     write_shard("data/theirs/theirs_train_000001.bin", text(500) + 50_000, ours=False)
     write_shard("data/theirs/theirs_val_000000.bin", text(300), ours=False)

@@ -106,7 +106,7 @@ def loader(args):
                 read, update = 1000 * statistics.median(times), step_avg
                 if preset != "demo":
                     with torch.device("meta"):
-                        flops = module.flops_per_token(module.Model(257 if "_a" in preset else 50304))
+                        flops = module.flops_per_token(module.Model(32000 if preset.startswith("suite-a") else 50304))
                     update = flops * module.batch_size * module.block_size / (0.4 * 989e9)
                 print(f"{script}.py {preset:13} {module.batch_size:4} x {module.block_size:4} tokens: {read:7.2f} ms, "
                       f"{100 * read / update:.3f} % of {update:.0f} ms", flush=True)

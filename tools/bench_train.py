@@ -469,14 +469,12 @@ def main(argv: list[str]) -> str:
                         "--n_head=6 --batch_size=512 --micro_batch_size=64")
     with tempfile.TemporaryDirectory() as temporary:
         folder, data = Path(temporary), Path(t.data_dir).resolve()
-        names = {t.dataset, t.val_dataset or t.dataset}
         needed = (t.dataset, "train"), (t.val_dataset or t.dataset, "val")
-        prepared = all(list((data / name).glob(f"*_{split}_*.bin")) for name, split in needed)
+        prepared = all(list((data / name).glob(f"*_{split}_{'[0-9]' * 6}.bin")) for name, split in needed)
         if not prepared:
             data = folder / "data"
-            for name in names:
-                for split in ("train", "val"):
-                    random_shard(data / name / f"{name}_{split}_000001.bin", 2_000_000, VOCABULARY.get(name, 50257))
+            for name, split in needed:
+                random_shard(data / name / f"{name}_{split}_000001.bin", 2_000_000, VOCABULARY.get(name, 50257))
         quiet = ["log_interval", "eval_interval", "checkpoint_interval", "max_iters"]
         flags += [*(f"--{name}=1000000000" for name in quiet), f"--val_tokens={t.block_size}", "--check_shards=false", f"--data_dir={data}",
                   f"--log_dir={folder}", f"--checkpoint_dir={folder}"]

@@ -289,6 +289,8 @@ class Parser(argparse.ArgumentParser):
 def complaints(name):
     """One line on stderr and exit status 1 for whatever is no fault of the code."""
     try:
+        with contextlib.suppress(AttributeError):       # a sample may have letters that the terminal has not
+            sys.stdout.reconfigure(errors="replace")
         with contextlib.suppress(ModuleNotFoundError):
             from transformers.utils import logging
             logging.set_verbosity_error()

@@ -110,18 +110,23 @@ def number(text):
     return float(match[1]) / (1000 if match[2] == "ms" else 1) if match else None
 
 
+def is_log(name):
+    """Not what wandb keeps below log_dir: a copy of all that a run prints."""
+    return name.endswith((".txt", ".log")) and "wandb" not in Path(name).parts
+
+
 def texts(path):
     """A log, a folder of logs or an archive of them (.tar.xz, say) -> (path, text) of each."""
     if ".tar" in path.suffixes and path.is_file():
         try:
             with tarfile.open(path) as archive:
-                members = sorted((m for m in archive if m.isfile() and m.name.endswith((".txt", ".log"))),
+                members = sorted((m for m in archive if m.isfile() and is_log(m.name)),
                                  key=lambda m: m.name)
                 return [(path / m.name, archive.extractfile(m).read().decode(errors="replace")) for m in members]
         except (EOFError, OSError, tarfile.TarError, lzma.LZMAError, zlib.error) as e:
             why = str(e).partition(":")[0]
             raise UserError(f"{path} is cut or damaged ({why}); expected a whole archive: copy it again") from None
-    files = sorted(f for f in path.rglob("*") if f.suffix in (".txt", ".log")) if path.is_dir() else [path]
+    files = sorted(f for f in path.rglob("*") if is_log(str(f.relative_to(path)))) if path.is_dir() else [path]
     if missing := [f for f in files if not f.is_file()]:
         raise UserError(f"no log {missing[0]}; give files, folders or .tar archives of logs: python tools/report.py logs")
     return [(f, f.read_text(encoding="utf-8", errors="replace")) for f in files]
@@ -390,7 +395,8 @@ def tables(report, e):
         "Final validation loss, mean ± half-width of the 95 % Student-t interval over n seeds; perplexity exp(mean); "
         f"next-token top-1 accuracy; Δ = loss of {base.label if base else 'the baseline'} − loss, positive is better.",
         {"optimizer": "s", "n": "d", "val loss": ".4f", "val ppl": ".3f", "top-1 acc": ".4f", "Δ": "+.4f"},
-        [(r.label, len(r.runs), interval(r.final), math.exp(r.final.mean()), interval(r.acc[:, -1]),
+        [(r.label, len(r.runs), interval(r.final), math.exp(loss) if (loss := r.final.mean()) < 700 else math.nan,
+          interval(r.acc[:, -1]),
           base.final.mean() - r.final.mean() if base and r is not base else math.nan) for r in rows],
         lowest=["val loss", "val ppl"])
 
@@ -437,7 +443,7 @@ def tables(report, e):
     report.table(
         "cost", e.name,
         "Cost over the whole run: tokens per second, milliseconds per update and their excess over the baseline, peak "
-        "memory and optimizer state of the largest rank.",
+        "memory and optimizer state of rank 0.",
         {"optimizer": "s", "tokens/s": ".0f", "ms/update": ".2f", "excess %": "+.1f", "peak MiB": ".0f",
          "state MiB": ".1f"},
         [(r.label, 1e3 * tokens / ms[r.label].mean(), interval(ms[r.label]),

@@ -13,6 +13,7 @@ What a run prints is in logs/RUN.out until it succeeds. Ctrl-C stops the runs an
 them. Last line: `24 runs: 24 finished, 0 failed`; exit status 1 if any failed.
 """
 
+import contextlib
 import hashlib
 import importlib.util
 import itertools
@@ -120,6 +121,7 @@ class Run:
     name: str
     log: Path
     command: list
+    process = None                              # until it starts
 
     def start(self, place):
         self.place, (cores, env) = place, place
@@ -147,7 +149,7 @@ class Run:
 
 def gpus():
     if "CUDA_VISIBLE_DEVICES" in os.environ:
-        return [g for g in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if g]
+        return [g for g in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if g not in ("", "-1")]
     smi = shutil.which("nvidia-smi")
     listing = subprocess.run([smi, "-L"], capture_output=True, text=True).stdout if smi else ""
     return [str(i) for i, _ in enumerate(re.findall(r"^GPU \d", listing, re.M))]
@@ -158,8 +160,8 @@ def places(jobs, nproc, devices):
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [None] * os.cpu_count()
     what, units = ("GPUs", devices) if devices else ("cores", cores)
     if jobs * nproc > len(units):
-        raise UserError(f"--jobs={jobs} with --nproc={nproc} needs {jobs * nproc} {what}, found {len(units)}; "
-                        f"give at most --jobs={max(1, len(units) // nproc)}")
+        raise UserError(f"--jobs={jobs} with --nproc={nproc} needs {jobs * nproc} {what}, found {len(units)}; give at most "
+                        + (f"--jobs={len(units) // nproc}" if nproc <= len(units) else f"--nproc={len(units)}"))
     each, found = max(1, len(cores) // jobs), []
     for j in range(jobs):
         env = {"OMP_NUM_THREADS": str(max(1, each // nproc))}
@@ -193,22 +195,26 @@ def sweep(todo, free):
                     print(f"finished  {run.name}  {progress()}", flush=True)
                 else:
                     failed.append(run.name)
-                    last = [f"exit status {run.process.returncode}", *run.out.read_text(errors="replace").split("\n")]
-                    print(f"failed    {run.name}  {progress()}: {[s for s in last if s.strip()][-1]}  (see {run.out})",
-                          file=sys.stderr, flush=True)
+                    told = [s for s in run.out.read_text(errors="replace").split("\n") if s.strip()]
+                    told = [s for s in told if ": error: " in s] or told or [f"exit status {run.process.returncode}"]
+                    print(f"failed    {run.name}  {progress()}: {told[-1]}  (see {run.out})", file=sys.stderr, flush=True)
             if sys.stdout.isatty():
                 print(progress(), end="\r", flush=True)
-    except KeyboardInterrupt:
-        print(f"interrupted, waiting for {len(running)} runs; the same command goes on", file=sys.stderr, flush=True)
+    except (KeyboardInterrupt, OSError):        # a run that went on would write beside the next sweep's
+        running = [run for run in running if run.process]
         try:
             for run in running:
                 run.process.send_signal(signal.SIGINT)
+            print(f"interrupted, waiting for {len(running)} runs; the same command goes on", file=sys.stderr, flush=True)
             for run in running:
                 run.process.wait()
         finally:        # none is left, or a second Ctrl-C
             for run in running:
-                if run.process.poll() is None:
-                    os.killpg(run.process.pid, signal.SIGKILL)
+                if run.process.poll() is None:  # torchrun's ranks have sessions of their own
+                    tasks = Path(f"/proc/{run.process.pid}/task").glob("*/children")
+                    for pid in [*(int(pid) for task in tasks for pid in task.read_text().split()), run.process.pid]:
+                        with contextlib.suppress(OSError):
+                            os.killpg(pid, signal.SIGKILL)
         raise
     return failed
 
@@ -225,7 +231,7 @@ def main(argv=None):
     if not script.is_file():
         raise UserError(f"no script '{script}'; expected it first: python tools/sweep.py train_gpt.py --seed=1..8")
     given = parse(word for word in words[1:] if word != "--dry_run")
-    study, jobs, nproc = (given.pop(k, [default])[0] for k, default in (("study", ""), ("jobs", "1"), ("nproc", "1")))
+    study, jobs, nproc = (",".join(given.pop(k, [default])) for k, default in (("study", ""), ("jobs", "1"), ("nproc", "1")))
     if study and study not in STUDIES:
         raise UserError(f"unknown study '{study}'; expected one of {', '.join(STUDIES)}")
     if not re.fullmatch(r"[1-9]\d* [1-9]\d*", f"{jobs} {nproc}"):
@@ -260,11 +266,16 @@ def main(argv=None):
 
 
 def cli():
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for name in ("SIGTERM", "SIGHUP"):          # the latter when a terminal closes; nohup's stays ignored
+        if signal.getsignal(number := getattr(signal, name, signal.SIGTERM)) == signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)
     try:
         return main()
     except UserError as e:
         print(f"sweep.py: error: {e}", file=sys.stderr)
+        return 1
+    except OSError as e:
+        print(f"sweep.py: error: {e}; expected a --log_dir that can be written; the same command goes on", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
