@@ -91,7 +91,7 @@ TEXT, RECORDS = (".txt", ".md", ".py"), (".jsonl", ".jsonl.gz", ".jsonl.zst", ".
 UNIT = 8 << 20  # bytes of text, about, that a worker takes at a time
 RETRY_PAUSES = (1, 4, 15, 60)  # seconds, after network errors
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-VALIDATES = re.compile(r"(^|[_.-])val(id|idation)?([_.-]\d+)?\.bin")  # of a file of tokens by its name
+SPLIT_WORD = re.compile(r"(?<![A-Za-z])(train|val(?:id|idation)?)(?![A-Za-z])")  # in the name of a file of tokens
 
 
 class UserError(Exception):
@@ -306,7 +306,8 @@ def ready_header(path):
     with open(path, "rb") as f:
         start, size = f.read(4096), os.path.getsize(path)
     if re.fullmatch(rb"[^\0-\x08\x0b\x0e-\x1f]+", start):  # no control bytes; as ids these could be legal ones of gpt2
-        raise UserError(f"{path} is text", "uint16 ids", f"python prepare.py text --input {quote(str(path))} --name NAME")
+        raise UserError(f"{path} is text", "uint16 ids", f"python prepare.py text --input {quote(str(path))} --name NAME"
+                        if str(path).endswith(TEXT) else "copy it again, it may be an error page or a pointer of git-lfs")
     magic, version, tokens = np.frombuffer(start[:12].ljust(12, b"\0"), "<u4").tolist()
     shard = magic == MAGIC
     expected = HEADER + 2 * tokens if shard else size + size % 2
@@ -850,13 +851,18 @@ def prepare_import(args):
     if path in pair or path == folder and pair:
         shards = pair
     else:
-        shards = sorted([path] if path != folder else folder.glob("*.bin"), key=lambda p: (not VALIDATES.search(p.name), p.name))
+        shards = sorted([path] if path != folder else folder.glob("*.bin"), key=lambda p: (not validates(p.name), p.name))
     if (folder / "meta.pkl").exists() or not shards:
         found = "a meta.pkl, so its ids are those of a character-level vocabulary" if shards else "no .bin file"
         raise UserError(f"{folder} holds {found}", "ids of gpt2", "python prepare.py text --input PATH --name NAME")
-    files = [{**describe("ready", shard, shard.name), "val": bool(VALIDATES.search(shard.name))} for shard in shards]
+    files = [{**describe("ready", shard, shard.name), "val": validates(shard.name)} for shard in shards]
     splits = [split for split in SPLITS if any(file["val"] == (split == "val") for file in files)]
     return prepare_files(args, {"kind": "import", "path": args.path}, (args.tokenizer or "gpt2", None), files, splits)
+
+
+def validates(name):
+    """Does a file of tokens, by the last such word in its name?"""
+    return SPLIT_WORD.findall(name)[-1:] not in ([], ["train"])
 
 
 def prepare_files(args, source, tokenizer, files, splits):

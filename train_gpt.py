@@ -232,11 +232,12 @@ class Shards:
 
     def __init__(self, name: str, split: str, rank: int = 0, world: int = 1):
         folder = Path(data_dir) / name
-        self.files = sorted(folder.glob(f"*_{split}_{'[0-9]' * 6}.bin"))  # a dataset may be called x_val
+        self.files = sorted(path for path in folder.glob(f"*_{split}_*.bin")  # a dataset may be called x_val
+                            if re.search(rf"_{split}_\d+\.bin$", path.name))
         known = {preset["dataset"] for preset in PRESETS.values() if "dataset" in preset} | {"c4", "fineweb10b", "fineweb10b-gpt2"}
         mend = "python prepare.py" + ("" if name == "pysrc" else f" {name}" if name in known else f" text --input PATH --name {name}")
         if not self.files:
-            raise UserError(f"no {split} shards in {folder} (*_{split}_*.bin): dataset {name!r} is not prepared; run `{mend}`")
+            raise UserError(f"no {split} shards in {folder} (*_{split}_NUMBER.bin): dataset {name!r} is not prepared; run `{mend}`")
         if missing := manifest_shards(folder, split) - {path.name for path in self.files}:
             raise UserError(f"{folder} lacks {', '.join(sorted(missing))}, which its manifest.json lists; run `{mend}` again")
         self.fds, self.vocab, self.eot, digest, sizes = [], 0, -1, hashlib.sha256(), []
@@ -571,10 +572,10 @@ def flops_per_token(model: nn.Module) -> float:
     return 6 * (matrices - lookup) + 12 * n_layer * n_embd * block_size
 
 
-PEAK_FLOPS = {  # dense bf16, one device, from the makers' data sheets; the first name that is part of the device's counts
-    "B200": 2250e12, "GH200": 989e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12,
-    "A800": 312e12, "H800": 989e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A10G": 70e12, "A10": 125e12, "A40": 150e12,
-    "A6000": 155e12, "RTX 5090": 209.5e12, "RTX 4090": 165.2e12, "RTX 3090": 71e12,
+PEAK_FLOPS = {  # dense bf16, one device, from the makers' data sheets; the first that stands in the device's name counts
+    "GB200": 2500e12, "B200": 2250e12, "GH200": 989e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
+    "A100": 312e12, "A800": 312e12, "H800": 989e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A10G": 70e12, "A10": 125e12,
+    "A40": 150e12, "A6000": 155e12, "RTX 5090": 209.5e12, "RTX 4090": 165.2e12, "RTX 3090": 71e12,
 }
 
 
@@ -738,8 +739,10 @@ class Checkpoints:
             if not path.exists():
                 raise UserError(f"--resume={which}: there is no {path}; expected a file checkpoints/RUN/step_N.pt or such a folder")
             if problem := damage(path):
-                raise UserError(f"--resume={which}: {path} {problem}; take an earlier one, or --run_name="
-                                f"{path.resolve().parent.name} --resume=auto to do so by itself")
+                folder = path.resolve().parent
+                where = "" if folder.parent == self.folder.resolve().parent else f"--checkpoint_dir={folder.parent} "
+                raise UserError(f"--resume={which}: {path} {problem}; take an earlier one, or {where}--run_name={folder.name} "
+                                "--resume=auto to do so by itself")
             return read_checkpoint(path)
         for path in sorted(self.folder.glob("step_*.pt"), reverse=True):
             if problem := damage(path):
@@ -913,10 +916,10 @@ def log_head(run: str, environment: dict) -> str:
 
 
 def rendezvous(rank: int) -> dist.TCPStore:
-    """A key-value store of this start alone, held by rank 0. torchrun's own store survives a restart of the group with all its
+    """A key-value store of this start alone, held by rank 0. torchrun's own store, if shared, survives a restart of the group with all its
     keys, and whoever reads one too early waits for a process that is dead; here it only tells where the new store is."""
     host, port, limit = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timedelta(minutes=timeout_minutes)
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # not started by torchrun
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # no torchrun, or one that does not share its store: a new port
         return dist.TCPStore(host, port, is_master=rank == 0, wait_for_workers=False, timeout=limit)
     agents = dist.TCPStore(host, port, timeout=limit)
     if rank == 0:

@@ -666,8 +666,8 @@ def test_import_of_nanogpt_and_modded_nanogpt(monkeypatch):
 
 
 def test_import_tells_what_validates_by_a_word_not_by_three_letters(capsys):
-    for name in ("my_val_set_train_000001", "my_val_set_val_000000"):
-        write(f"retrieval/{name}.bin", shard_of_others(np.full(400, 65)))
+    for name in ("my_val_set_train_000001", "my_val_set_val_000000", "train-00000-of-00001", "val-00000-of-00001"):
+        write(f"retrieval/{name}.bin", shard_of_others(np.full(200, 65)))
     prepare.main(["import", "retrieval", "--tokenizer", "bytes", "--workers", "1", "--data_dir", "big"])
     splits = json.loads(pathlib.Path("big/retrieval/manifest.json").read_text())["splits"]
     assert splits["train"]["tokens"] == splits["val"]["tokens"] == 400
@@ -702,6 +702,8 @@ def test_import_refuses():
     refused("no .bin file", "prepare.py text", "import", "d", "--tokenizer", "bytes")
     write("g/notes.txt", "As uint16 this would be legal ids of gpt2.\n" * 9)
     refused("g/notes.txt is text", "prepare.py text --input g/notes.txt", "import", "g/notes.txt", "--workers", "1")
+    write("g/train.bin", "version https://git-lfs.github.com/spec/v1\n")
+    refused("g/train.bin is text", "git-lfs", "import", "g/train.bin", "--workers", "1")
     write("g/notes.txt", "Ça aussi, déjà vu, même “ici”.\n" * 9)
     refused("g/notes.txt is text", "prepare.py text --input g/notes.txt", "import", "g/notes.txt", "--workers", "1")
     refused("does not exist", "ls", "import", "nowhere/train.bin")

@@ -144,7 +144,8 @@ def test_jobs_get_their_own_gpus(fake, monkeypatch):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_reach_the_runs_and_the_same_command_goes_on(fake, number):
     command = [sys.executable, os.path.join(ROOT, "tools/sweep.py"), "train_fake.py", "--optimizer=muon", "--seed=1,2"]
-    process = subprocess.Popen([*command, "--delay=0.3"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*command, "--delay=0.3"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               preexec_fn=lambda: signal.signal(number, signal.SIG_DFL))  # under nohup it would be ignored
     log = fake / "logs/fake-muon-delay0.3-seed1.txt"
     deadline = time.time() + 20
     while not (log.exists() and "step:1/4" in log.read_text()) and time.time() < deadline:
@@ -188,7 +189,7 @@ def test_train_gpt_end_to_end(fake, capsys):
     ([TRAIN, "--optimizer=muon,moun"], "did you mean --optimizer=muon?"), ([TRAIN, "--gama=1,10"], "did you mean --gamma=1?"),
     ([TRAIN, "--preset=demo,gpt2-small", "--n_head=4,7"], "--n_embd=256 gives 7 heads a width of")])
 def test_mistakes_are_one_line(fake, args, message):
-    (fake / "broken.py").write_text("import nowhere\n\ndef configure(argv): pass\n")
+    (fake / "broken.py").write_text("import nowhere\n\nGLOBALS = []\ndef configure(argv): pass\n")
     command = [sys.executable, os.path.join(ROOT, "tools/sweep.py"), *args]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.startswith("sweep.py: error: ") and message in done.stderr

@@ -82,8 +82,9 @@ def grid(script, study, given):
 
 
 def check(script, runs):
-    """Has the script's own configure() read every run's flags, before the first one starts; a script without one is not asked."""
-    if "\ndef configure(" not in script.read_text(errors="replace"):
+    """Has the script's own configure() read every run's flags, before the first one starts; one without it and GLOBALS is not asked."""
+    text = script.read_text(errors="replace")
+    if "\ndef configure(" not in text or "\nGLOBALS = " not in text:
         return
     sys.path.insert(0, str(script.resolve().parent))
     spec = importlib.util.spec_from_file_location("script", script)
@@ -205,14 +206,18 @@ def sweep(todo, free):
         try:
             for run in running:
                 run.process.send_signal(signal.SIGINT)
-            print(f"interrupted, waiting for {len(running)} runs; the same command goes on", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):  # of a terminal that is gone
+                print(f"interrupted, waiting for {len(running)} runs; the same command goes on", file=sys.stderr, flush=True)
             for run in running:
                 run.process.wait()
         finally:        # none is left, or a second Ctrl-C
             for run in running:
                 if run.process.poll() is None:  # torchrun's ranks have sessions of their own
-                    tasks = Path(f"/proc/{run.process.pid}/task").glob("*/children")
-                    for pid in [*(int(pid) for task in tasks for pid in task.read_text().split()), run.process.pid]:
+                    pids = []
+                    for task in Path(f"/proc/{run.process.pid}/task").glob("*/children"):
+                        with contextlib.suppress(OSError):  # of a thread that has ended
+                            pids += map(int, task.read_text().split())
+                    for pid in [*pids, run.process.pid]:
                         with contextlib.suppress(OSError):
                             os.killpg(pid, signal.SIGKILL)
         raise
@@ -266,9 +271,13 @@ def main(argv=None):
 
 
 def cli():
-    for name in ("SIGTERM", "SIGHUP"):          # the latter when a terminal closes; nohup's stays ignored
+    def hang_up(number, frame):
+        signal.signal(number, signal.SIG_IGN)   # a terminal that closes may send several
+        raise KeyboardInterrupt
+
+    for name, handler in (("SIGTERM", signal.default_int_handler), ("SIGHUP", hang_up)):    # nohup's stays ignored
         if signal.getsignal(number := getattr(signal, name, signal.SIGTERM)) == signal.SIG_DFL:
-            signal.signal(number, signal.default_int_handler)
+            signal.signal(number, handler)
     try:
         return main()
     except UserError as e:
