@@ -14,6 +14,7 @@ import itertools
 import json
 import math
 import os
+import platform
 import random
 import re
 import resource
@@ -48,7 +49,7 @@ def report(fault: str, good: bool, what: str = "") -> None:
     injected += 1
     if not good:
         lost.append(f"{fault}: {what}")
-    print(f"{'survived' if good else 'LOST    '}  {fault}  {what}", flush=True)
+    print(f"{'survived' if good else 'LOST    '}  {fault}  {what}".replace(f" on {platform.node()} ", " on HOST "), flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------- runs
