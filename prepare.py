@@ -778,8 +778,8 @@ def prepare_hub(args):
     rule = {"none": False, "all": True}.get(val, (*val, spec["documents"]) if val[0] == "drawn" else val)
     kinds = {".parquet": "parquet", ".bin": "ready"}
     inputs = [{"kind": kinds.get(Path(path).suffix, "json"), "name": path, "size": sizes[path],
-               "val": "_val_" in path if val == "by file name" else rule}
-              for path in sorted(sizes, key=lambda path: ("_train_" in path, path))]
+               "val": validates(path) if val == "by file name" else rule}
+              for path in sorted(sizes, key=lambda path: (not validates(path), path))]
 
     where, ahead = {"repo_id": repo, "repo_type": "dataset", "revision": commit}, {}
 

@@ -255,8 +255,7 @@ class Shards:
 
     def __init__(self, name: str, split: str, rank: int = 0, world: int = 1):
         folder = Path(data_dir) / name
-        self.files = sorted(path for path in folder.glob(f"*_{split}_*.bin")  # a dataset may be called x_val
-                            if re.search(rf"_{split}_\d+\.bin$", path.name))
+        self.files = shard_files(folder, split)
         known = {preset["dataset"] for preset in PRESETS.values() if "dataset" in preset} | {"c4", "fineweb10b", "fineweb10b-gpt2"}
         mend = "python prepare.py" + ("" if name == "pysrc" else f" {name}" if name in known else f" text --input PATH --name {name}")
         if not self.files:
@@ -329,6 +328,11 @@ class Shards:
         epochs = at // len(self)
         return self.read(np.concatenate([shuffle(at[epochs == e] - e * len(self), len(self), data_seed or seed, int(e))
                                          for e in np.unique(epochs)]))
+
+
+def shard_files(folder: Path, split: str) -> list[Path]:
+    """Those of a split by their names, NAME_SPLIT_NUMBER.bin; a dataset may be called x_val."""
+    return sorted(path for path in folder.glob("*.bin") if re.search(rf"_{split}_\d+\.bin$", path.name))
 
 
 def manifest_shards(folder: Path, split: str) -> set[str]:
@@ -937,8 +941,8 @@ def log_head(run: str, environment: dict) -> str:
 
 
 def rendezvous(rank: int) -> dist.TCPStore:
-    """A key-value store of this start alone, held by rank 0. torchrun's own store, if shared, survives a restart of the group with all its
-    keys, and whoever reads one too early waits for a process that is dead; here it only tells where the new store is."""
+    """A key-value store of this start alone, held by rank 0. torchrun's own store, if shared, survives a restart of the group with
+    all its keys, and whoever reads one too early waits for a process that is dead; here it only tells where the new store is."""
     host, port, limit = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timedelta(minutes=timeout_minutes)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # no torchrun, or one that does not share its store: a new port
         return dist.TCPStore(host, port, is_master=rank == 0, wait_for_workers=False, timeout=limit)

@@ -433,8 +433,9 @@ def stopped_rank() -> None:
 
 def two_nodes(rng: random.Random, break_it: bool) -> None:
     """Two torchruns on loopback as two nodes: the same losses as one process; a worker and a whole node are lost and come back."""
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as README says
+
     def node(name, port):
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as README says
         return torchrun(name, "--nnodes=2", "--max-restarts=3", "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}",
                         f"--rdzv_id={name}")
 

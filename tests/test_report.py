@@ -16,9 +16,9 @@ import tarfile
 import numpy as np
 import pytest
 
+from common import ROOT
+
 stats = pytest.importorskip("scipy.stats")
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, os.path.join(ROOT, "tools"))
 import report  # noqa: E402
 
 SEPARATOR = "=" * 100

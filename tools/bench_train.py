@@ -470,7 +470,7 @@ def main(argv: list[str]) -> str:
     with tempfile.TemporaryDirectory() as temporary:
         folder, data = Path(temporary), Path(t.data_dir).resolve()
         needed = (t.dataset, "train"), (t.val_dataset or t.dataset, "val")
-        prepared = all(any(re.search(rf"_{split}_\d+\.bin$", path.name) for path in (data / name).glob("*.bin")) for name, split in needed)
+        prepared = all(t.shard_files(data / name, split) for name, split in needed)
         if not prepared:
             data = folder / "data"
             for name, split in needed:
