@@ -1291,6 +1291,11 @@ def train() -> dict:
         memory = torch.cuda.max_memory_allocated(where) if where.type == "cuda" else peak_rss()
         buffers = [t for opt in optimizers for state in opt.state.values() for t in state.values() if isinstance(t, Tensor)]
         state = sum(t.numel() * t.element_size() for t in buffers)
+        if world > 1:  # of the rank that has most
+            most = torch.tensor([memory, state], dtype=torch.float64, device=where)
+            Watch.at += 1
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+            memory, state = most.tolist()
         rate = (step - session[0]) * batch_size * block_size / max(1e-9, train_time - session[1])
         log(f"final val_loss:{val_loss:.5f} val_ppl:{math.exp(min(val_loss, 700)):.4f} val_acc:{val_acc:.4f} {times()} "
             f"tokens_per_s:{rate:.0f} peak_memory_mib:{memory / 2**20:.0f} optimizer_state_mib:{state / 2**20:.1f} "

@@ -251,7 +251,8 @@ def test_the_shapes_of_a_preset(steps):
     (["--rounds=x"], "invalid int"), (["--device=tpu"], "invalid choice"), (["--optimizers=kj"], "needs --kj=PATH"),
     ([*TINY, "--kj=nowhere/muon.py"], "is not there"), ([*TINY, "--dion=nowhere"], "expected a clone of microsoft/dion"),
     ([*TINY, f"--kj={__file__}"], "has no attribute 'SingleDeviceMuon'; expected muon.py"),
-    (["--overhead", "--preset=nothing"], "there is no preset nothing")])
+    (["--overhead", "--preset=nothing"], "there is no preset nothing"), (["--nproc=2"], "torchrun that starts them"),
+    (["--overhead", "--nproc=0"], "at least 1")])
 def test_mistakes_with_optimizers_get_one_line(steps, monkeypatch, flags, message):
     monkeypatch.setitem(sys.modules, "dion", None)
     with pytest.raises(steps.UserError, match=re.escape(message)) as error:
@@ -261,10 +262,14 @@ def test_mistakes_with_optimizers_get_one_line(steps, monkeypatch, flags, messag
 
 def test_overhead_is_of_the_updates_after_the_first_ten(steps, tmp_path, monkeypatch):
     """The script is stubbed: it takes 1 s for the first ten updates and then 10 ms an update, muon-vs 11 ms."""
+    ranks = []
+
     def run(command, **how):
-        flags = dict(word[2:].split("=", 1) for word in command[2:])
+        script = next(i for i, word in enumerate(command) if word.endswith(".py"))
+        ranks.append(command[1:script])
+        flags = dict(word[2:].split("=", 1) for word in command[script + 1:])
         ms, last = {"muon": 10, "muon-vs": 11}[flags["optimizer"]], int(flags["max_iters"])
-        assert command[1].endswith("train_gpt.py") and last == 60 and flags["dataset"] == "tiny" and Path(flags["checkpoint_dir"]).is_dir()
+        assert command[script].endswith("train_gpt.py") and last == 60 and flags["dataset"] == "tiny" and Path(flags["checkpoint_dir"]).is_dir()
         log = Path(flags["log_dir"], flags["run_name"] + ".txt")
         log.parent.mkdir(exist_ok=True)
         log.write_text("--batch_size=4\n--block_size=25\n" + "".join(
@@ -277,9 +282,14 @@ def test_overhead_is_of_the_updates_after_the_first_ten(steps, tmp_path, monkeyp
     assert text.splitlines()[-2:] == ["| muon | 10,000 (+0.0 %) | 10.0 (+0.0 %) | 200 (+0.0 %) | 4.0 (+0.0 %) |",
                                       "| muon-vs | 9,091 (-9.1 %) | 11.0 (+10.0 %) | 200 (+0.0 %) | 4.0 (+0.0 %) |"]
     assert [path.name for path in tmp_path.iterdir()] == ["logs"]
+    assert steps.main(["--overhead", "--preset=demo", "--updates=50", f"--out={tmp_path}", "--optimizers=muon", "--dataset=tiny", "--nproc=2"])
+    assert ranks == [[], [], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]]
     failed = steps.subprocess.CompletedProcess([], 1, "", "warning\ntrain_gpt.py: no\n")
     monkeypatch.setattr(steps.subprocess, "run", lambda command, **how: failed)
     with pytest.raises(steps.UserError, match="train_gpt.py ended with status 1: train_gpt.py: no$"):
+        steps.main(["--overhead", "--preset=demo", f"--out={tmp_path}"])
+    failed.stderr = "train_gpt.py: error: too long\ntorchrun\n=====\n"
+    with pytest.raises(steps.UserError, match="too long$"):
         steps.main(["--overhead", "--preset=demo", f"--out={tmp_path}"])
 
 

@@ -332,6 +332,29 @@ def test_speedups_by_hand(tmp_path, run):
     assert float(rows_of(tmp_path / "out/curves.csv")[1]["top-1 acc"]) == pytest.approx(0.11)   # a fifth of it at 20 %
 
 
+def test_training_loss_is_smoothed_and_reaches_the_last_of_the_baseline(tmp_path, run, monkeypatch):
+    """At steps 0, 100 and 300 with a half-life of 100 updates a loss weighs a half after 100 and an eighth after 300."""
+    monkeypatch.setattr(report, "HALF_LIFE", 1 / 3)
+    loss = np.array([[8.0, 4.0, 1.0]])
+    by_hand = [8, (8 / 2 + 4) / (1 / 2 + 1), (8 / 8 + 4 / 4 + 1) / (1 / 8 + 1 / 4 + 1)]
+    np.testing.assert_allclose(report.smooth(np.array([0, 100, 300]), loss), [by_hand], rtol=1e-14)
+    monkeypatch.setattr(report, "HALF_LIFE", 1e-9)
+    for optimizer, ms, losses in ("muon", 14.0, (5, 3, 2, 1.5, 1.2, 1)), ("muon-vs", 28.0, (5, 2, 1.2, 1.1, 1, 0.9)):
+        write(tmp_path / "logs", f"{optimizer}.txt", log_text(optimizer, 1, losses, ms=ms))
+    run()
+    baseline, other = rows_of(tmp_path / "out/train.csv")
+    assert (float(baseline["train loss"]), baseline["in steps"]) == (1, "nan")
+    assert [float(other[k]) for k in ("train loss", "in steps", "in time")] == pytest.approx([0.9, 500 / 400, 500 / 400 / 2])
+
+
+def test_logs_without_training_losses_have_no_table_of_them(tmp_path, run, logs):
+    for path in logs.iterdir():
+        path.write_text("".join(line for line in path.open() if "train_loss" not in line))
+    run(draw=True)
+    assert not (tmp_path / "out/train.csv").exists() and (tmp_path / "out/speedup.csv").exists()
+    assert not (tmp_path / "out/gpt-demo-train-loss-time.svg").exists()
+
+
 def test_losses_at_checkpoints_lie_on_the_line_between_evaluations(tmp_path, run):
     write(tmp_path / "logs", "a.txt", log_text("muon", 1, (5.0, 3.0, 2.0)))     # at steps 0, 250 and 500
     run()
@@ -367,7 +390,7 @@ def test_tables_and_figures(tmp_path, run, logs, monkeypatch):
     assert len(rows_of(tmp_path / "out/curves.csv")) == 3 * 6
     markdown = (tmp_path / "out/report.md").read_text()
     assert "| muon-nsr | 3 | **0.9867 ± 0.0379** |" in markdown         # the lowest mean is bold
-    for figure in "loss-steps", "loss-time", "loss-last-third", "accuracy-steps":
+    for figure in "loss-steps", "loss-time", "loss-last-third", "accuracy-steps", "train-loss-time":
         assert (tmp_path / f"out/gpt-demo-{figure}.png").stat().st_size > 5000
         assert "<svg" in (tmp_path / f"out/gpt-demo-{figure}.svg").read_text()
         assert f"(gpt-demo-{figure}.svg)" in markdown

@@ -190,6 +190,7 @@ def work(jobs: list[dict]) -> None:
         os.environ["MASTER_PORT"] = str(job["port"])
         module, kept = fresh(), {}
         module.Watch.end = lambda self, what: None  # a job that fails on purpose must not end the process
+        module.peak_rss = lambda: int(rank) + 1 << 30
         if job.get("record"):
             kept["optimizers"], kept["batches"] = record(module, job)
         try:
@@ -282,6 +283,11 @@ def test_an_update_has_the_gradient_of_one_large_batch(ranks):
     model.double()(x[:, :-1], x[:, 1:]).backward()
     for p, g in zip(model.parameters(), whole[0]):
         assert torch.allclose(p.grad, g.double(), rtol=0, atol=2e-5 * float(p.grad.abs().max()))
+
+
+def test_the_memory_told_is_that_of_the_rank_that_has_most(ranks):
+    assert re.search(r"^final .* peak_memory_mib:2048 ", (ranks / "logs/gradient.txt").read_text(), re.M)
+    assert re.search(r"^final .* peak_memory_mib:4096 ", (ranks / "logs/4.txt").read_text(), re.M)
 
 
 def test_two_ranks_read_what_one_reads(ranks):

@@ -7,6 +7,7 @@ Times optimizers on the matrices of a model, all in one run, in turn, and prints
     python tools/bench_optim.py --kj=PATH/muon.py --dion=PATH           # peers: clones of KellerJordan/Muon, microsoft/dion
     torchrun --standalone --nproc_per_node=2 tools/bench_optim.py       # sharded: state per rank, communication included
     python tools/bench_optim.py --overhead --preset=demo                # a whole update, as in the paper's overhead table
+    python tools/bench_optim.py --overhead --preset=gpt2-small --nproc=8     # the same on eight GPUs
 
 ms: median of the rounds, of one step. ratio: median over the rounds of the time against torch.optim.Muon's (or the first's) in
 the same round, so that a noisy machine hurts both; every round begins with another optimizer. rate: operations of the standard
@@ -214,10 +215,12 @@ def overhead(args) -> str:
             flags = dict(preset=args.preset, optimizer=name, max_iters=last, log_interval=10, eval_interval=last,
                          checkpoint_interval=last, keep_checkpoints=1, sample_tokens=0, run_name=run, log_dir=f"{args.out}/logs",
                          checkpoint_dir=checkpoints)
-            command = [sys.executable, str(script), *args.rest, *(f"--{k}={v}" for k, v in flags.items())]
+            ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.nproc}"] if args.nproc > 1 else []
+            command = [sys.executable, *ranks, str(script), *args.rest, *(f"--{k}={v}" for k, v in flags.items())]
             done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            told = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            lines = done.stderr.strip().splitlines() or ["no message"]  # torchrun's own come last
+            told = next((line for line in lines if line.startswith(f"{script.name}: error:")), lines[-1])
             raise UserError(f"{script.name} ended with status {done.returncode}: {told}")
         log = Path(f"{args.out}/logs/{run}.txt").read_text(encoding="utf-8")
         start, end = (float(re.search(rf"^step:{step}/{last} .*?train_time:([\d.]+)s", log, re.M)[1]) for step in (10, last))
@@ -245,14 +248,17 @@ def main(argv: list[str]) -> str:
     parser.add_argument("--device", default="", choices=["cpu", "cuda"])
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--overhead", action="store_true", help="time whole updates of the training script")
+    parser.add_argument("--nproc", type=int, default=1, help="ranks of --overhead, which it starts itself")
     parser.add_argument("--updates", type=int, default=200, help="of --overhead, after the first 10")
     parser.add_argument("--script", default="", help="of --overhead, where both scripts have the preset")
     parser.add_argument("--out", default="bench", help="folder for the logs of --overhead")
     args, args.rest = parser.parse_known_args(argv)
     if args.rest and not args.overhead:
         raise UserError(f"{args.rest[0]} is no option here; --overhead passes what it does not know to the training script")
-    if min(args.rounds, args.warmup, args.updates) < 1:
-        raise UserError("--rounds, --warmup and --updates are at least 1")
+    if min(args.rounds, args.warmup, args.updates, args.nproc) < 1:
+        raise UserError("--rounds, --warmup, --updates and --nproc are at least 1")
+    if args.overhead and "RANK" in os.environ or args.nproc > 1 and not args.overhead:
+        raise UserError("--overhead starts its ranks itself, with --nproc=N; without --overhead it is torchrun that starts them")
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device=cuda: this torch finds no GPU; leave the flag out, or give --device=cpu")
     if args.overhead and args.device:
@@ -267,15 +273,15 @@ def main(argv: list[str]) -> str:
             raise UserError(f"there is no optimizer {name}; expected one of {', '.join(known)}")
         if name in ("kj", "dion") and not getattr(args, name):
             raise UserError(f"--optimizers={name} needs --{name}=PATH of a clone")
-    if "RANK" in os.environ and not args.overhead:
+    if "RANK" in os.environ:
         torch.set_num_threads(max(1, os.cpu_count() // int(os.environ["LOCAL_WORLD_SIZE"])))
         if args.device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
     where = torch.cuda.get_device_name() if args.device == "cuda" else load(ROOT / "train_gpt.py").cpu_name()
+    ranks = f"{args.nproc} ranks" if args.overhead else f"{torch.get_num_threads()} threads a rank, {optim._world()} ranks"
     head = (f"command: {shlex.join(['python', 'tools/bench_optim.py', *argv])}\n"
-            f"{where}, {torch.get_num_threads()} threads a rank, {optim._world()} ranks; torch {torch.__version__}, "
-            f"Python {platform.python_version()}\n")
+            f"{where}, {ranks}; torch {torch.__version__}, Python {platform.python_version()}\n")
     return head + (overhead(args) if args.overhead else bench(args))
 
 

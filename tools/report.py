@@ -26,6 +26,7 @@ import zlib
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -35,6 +36,7 @@ import numpy as np
 SEPARATOR = "=" * 100
 CHECKPOINTS = (20, 40, 60, 80, 100)     # % of the baseline's budget
 CONFIDENCE = 0.95                       # of intervals: two-sided, Student-t over seeds
+HALF_LIFE = 0.02                        # of the exponential mean over training losses, as a share of the budget
 
 # globals that say nothing about the experiment, and those in which the rows of an experiment may differ
 RUN = {"seed", "preset", "run_name", "resume", "allow_change", "log_dir", "checkpoint_dir", "data_dir", "check_shards",
@@ -93,6 +95,7 @@ class Run:
     source: str                                     # everything above the environment
     budget: int = 0                                 # MAX of step:N/MAX
     evals: dict = field(default_factory=dict)       # step -> (val_loss, train_time in s, val_acc)
+    train: dict = field(default_factory=dict)       # step -> (train_loss, train_time in s)
     memory: dict = field(default_factory=dict)      # peak_memory_mib, optimizer_state_mib
 
     @property
@@ -160,7 +163,10 @@ def read_log(path, text):
             step, run.budget = int(step[1]), int(step[2])
             if step < last:         # a resumed run repeats steps: the later line wins
                 run.evals = {s: e for s, e in run.evals.items() if s < step}
+                run.train = {s: e for s, e in run.train.items() if s < step}
             last = step
+            if "train_loss" in fields and "train_time" in fields:
+                run.train[step] = fields["train_loss"], fields["train_time"]
             if "val_loss" in fields:
                 figures = (fields.get(k) for k in ("val_loss", "train_time", "val_acc"))
                 run.evals[step] = tuple(math.nan if x is None else x for x in figures)
@@ -218,6 +224,9 @@ class Row:
         evals = np.array([[r.evals[s] for s in self.steps] for r in self.runs.values()])                # (N, T, 3)
         self.loss, self.times, self.acc = np.moveaxis(evals, 2, 0)                                      # each (N, T)
         self.time, self.final = self.times.mean(0), self.loss[:, -1]                                    # (T,), (N,)
+        steps = np.array(sorted(set.intersection(*(set(r.train) for r in self.runs.values()))))         # (S,) log lines
+        loss, times = np.array([[r.train[s] for s in steps] for r in self.runs.values()], float).reshape(len(self.runs), -1, 2).T
+        self.train = SimpleNamespace(steps=steps, time=times.mean(1), loss=smooth(steps, loss.T))       # (S,), (S,), (N, S)
 
     def memory(self, key):
         return np.mean([run.memory.get(key, math.nan) for run in self.runs.values()])
@@ -290,6 +299,7 @@ def build_experiments(runs, baseline):
             note(f"{name}: runs on {' and '.join(sorted(devices))}; their times are left out")
             for run in group:
                 run.evals = {step: (loss, math.nan, acc) for step, (loss, _, acc) in run.evals.items()}
+                run.train = {step: (loss, math.nan) for step, (loss, _) in run.train.items()}
         e = Experiment(name, settings, build_rows(group))
         candidates = [r for r in e.rows if baseline in (r.label, r.optimizer)]
         e.baseline = main_row(candidates)
@@ -318,6 +328,16 @@ def interval(x):
     if len(x) < 2:
         return x.mean(0), np.full(x.shape[1:], math.nan)
     return x.mean(0), stats.t.ppf(0.5 + CONFIDENCE / 2, len(x) - 1) * x.std(0, ddof=1) / math.sqrt(len(x))
+
+
+def smooth(steps, loss):
+    """loss (N, S) at steps (S,) -> exponential means over what came before, of half-life HALF_LIFE of the last step."""
+    out, total, weight = loss.copy(), 0.0, 0.0
+    for i, gap in enumerate(np.diff(steps, prepend=steps[:1])):
+        keep = 0.5 ** (gap / (HALF_LIFE * steps[-1]))
+        total, weight = keep * total + loss[:, i], keep * weight + 1
+        out[:, i] = total / weight
+    return out
 
 
 def first_crossing(x, loss, target):
@@ -432,6 +452,18 @@ def tables(report, e):
             {"optimizer": "s", "n": "d", "difference": "+.4f", "p": ".2g"},
             [(r.label, *paired(base, r)) for r in others])
 
+    if base and others and all(len(r.train.steps) for r in rows):
+        target = base.train.loss[:, -1].mean()
+        reach = {r.label: [first_crossing(x, r.train.loss.mean(0), target) for x in (r.train.steps, r.train.time)] for r in rows}
+        report.table(
+            "train", e.name,
+            f"Training loss, smoothed: exponential mean over log lines, half-life {100 * HALF_LIFE:g} % of the budget; mean ± half-width "
+            f"over seeds; speedup to the last of {base.label}, as above but on this curve.",
+            {"optimizer": "s", "train loss": ".4f", "in steps": ".2f", "in time": ".2f"},
+            [(r.label, interval(r.train.loss[:, -1]), *(a / b if r is not base and b else math.nan
+                                                        for a, b in zip(reach[base.label], reach[r.label]))) for r in rows],
+            lowest=["train loss"])
+
     repeats = [(r.label, run.seed, r.runs[run.seed].final_loss, run.final_loss) for r in rows for run in r.repeats]
     if repeats:
         report.table("repeats", e.name, "Repeated runs of one seed: final validation loss and absolute deviation.",
@@ -443,7 +475,7 @@ def tables(report, e):
     report.table(
         "cost", e.name,
         "Cost over the whole run: tokens per second, milliseconds per update and their excess over the baseline, peak "
-        "memory and optimizer state of rank 0.",
+        "memory and optimizer state of the rank that has most.",
         {"optimizer": "s", "tokens/s": ".0f", "ms/update": ".2f", "excess %": "+.1f", "peak MiB": ".0f",
          "state MiB": ".1f"},
         [(r.label, 1e3 * tokens / ms[r.label].mean(), interval(ms[r.label]),
@@ -468,15 +500,16 @@ def figures(report, e):
     if len(rows) < len(e.rows):
         report.text += ["Curves: of each optimizer the configuration with most seeds, among equals the best.", ""]
 
-    def curves(name, axis, values, ylabel, first):
+    def curves(name, axis, values, ylabel, first, of=lambda r: r):
         """What lies before the share `first` of the budget may leave the figure at the top."""
         fig, ax = plt.subplots()
         seen = []
         for r in rows:
-            x, (mean, half) = getattr(r, axis), interval(getattr(r, values))
-            show = (r.steps >= first * r.steps[-1]) & np.isfinite(x) & np.isfinite(mean)
+            c = of(r)
+            x, (mean, half) = getattr(c, axis), interval(getattr(c, values))
+            show = (c.steps >= first * r.steps[-1]) & np.isfinite(x) & np.isfinite(mean)
             seen += mean[show].tolist()
-            show |= (r.steps > 0) & (first < 0.5)
+            show |= (c.steps > 0) & (first < 0.5)
             style = ("-", "--", ":", "-.")[[s for s in rows if s.optimizer == r.optimizer].index(r) % 4]
             ax.plot(x[show], mean[show], style, lw=1.4, color=color[r.optimizer], label=f"{r.label} (n={len(r.runs)})")
             low, high = (mean - half)[show], (mean + half)[show]
@@ -493,6 +526,7 @@ def figures(report, e):
     curves("loss-time", "time", "loss", "validation loss", 0.1)
     curves("loss-last-third", "steps", "loss", "validation loss", 2 / 3)
     curves("accuracy-steps", "steps", "acc", "top-1 accuracy", 0.1)
+    curves("train-loss-time", "time", "loss", "training loss, smoothed", 0.1, lambda r: r.train)
 
     for key, title in SWEEPS.items():
         lines = defaultdict(list)       # one for each optimizer and setting of everything else
