@@ -179,7 +179,7 @@ def test_train_gpt_end_to_end(fake, capsys):
 
 @pytest.mark.parametrize("args, message", [
     (["nowhere.py"], "no script 'nowhere.py'"),
-    (["train_fake.py", "--study=none"], "unknown study 'none'; expected one of seeds"),
+    (["train_fake.py", "--study=none"], "unknown study 'none'; expected one of main"),
     (["train_fake.py", "--study=lr,gamma"], "unknown study 'lr,gamma'"), (["train_fake.py", "--jobs=1,2"], "found --jobs=1,2"),
     (["train_fake.py", "--jobs=0"], "found --jobs=0"), (["train_fake.py", "--jobs=9999"], "needs 9999 cores"),
     (["train_fake.py", "--seed"], "found '--seed'"), (["train_fake.py", "--seed=1,,2"], "found '--seed=1,,2'"),
