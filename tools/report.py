@@ -36,7 +36,7 @@ import numpy as np
 SEPARATOR = "=" * 100
 CHECKPOINTS = (20, 40, 60, 80, 100)     # % of the baseline's budget
 CONFIDENCE = 0.95                       # of intervals: two-sided, Student-t over seeds
-HALF_LIFE = 0.02                        # of the exponential mean over training losses, as a share of the budget
+HALF_LIFE = 0.05                        # of the exponential mean over training losses, as a share of the budget
 
 # globals that say nothing about the experiment, and those in which the rows of an experiment may differ
 RUN = {"seed", "preset", "run_name", "resume", "allow_change", "log_dir", "checkpoint_dir", "data_dir", "check_shards",
