@@ -188,6 +188,9 @@ class Variant(NamedTuple):
     after: Callable | None = None
 
 
+# A variant of yours: a function above and a line here. It is then an --optimizer of both train scripts, sharded, saved and compiled, and
+# tests train it; test_optim.Reference wants its float64 form. A hyperparameter of its own is a field of Hyper that Muon.__init__ takes
+# and _hyper fills, and a global of the scripts that build_optimizers hands on.
 VARIANTS = {
     "muon": Variant(muon, ("momentum",)),
     "muon-nsr": Variant(muon_nsr, ("momentum", "variance")),
@@ -209,6 +212,8 @@ def _before(proxy, G, S, h, X):
     """Gradient and state to the normalised proxy X, lying if it is tall, in Newton-Schulz's dtype. Returns which G are finite."""
     ok = torch.isfinite(G.abs().amax((-2, -1), keepdim=True))
     proxied, new = proxy(_clean(G, ok), _upcast(S), h)
+    if proxied.shape != G.shape:
+        raise ValueError(f"{proxy.__name__} made a proxy of shape {tuple(proxied.shape)}, expected the gradient's {tuple(G.shape)}")
     _store(S, new, ok)
     X.copy_(_wide(_normalise(proxied, h.ns_eps)))
     return ok
@@ -274,7 +279,8 @@ def _run(group: dict, function: Callable, *args):
         result = function(*args)  # an error that is not the compiler's comes again here
         _compiled[None] = None  # not the error: it holds these tensors
         warnings.warn(f"the optimizer runs uncompiled, so slower: torch.compile failed ({type(error).__name__}: "
-                      f"{' '.join(str(error).split())[:150]}); install a C++ compiler, or pass compile=False")
+                      f"{' '.join(str(error).split())[:150]}); install a C++ compiler, mend a rule that you "
+                      "changed, or pass compile=False")
         return result
 
 
@@ -317,6 +323,9 @@ class _Sharded(torch.optim.Optimizer):
 
     def _layout(self) -> list[tuple[dict, list[Tensor]]]:
         """[(group, its parameters of one shape, dtype and device)]; sets _ranges: parameter -> (first, last + 1) unit of each rank."""
+        if self._buckets is not None and any(len(ranges) != _world() for ranges in self._ranges.values()):
+            raise RuntimeError(f"{type(self).__name__} has split its state over another number of ranks than the {_world()} there are now: "
+                               "call init_process_group before the first step, and destroy_process_group after the last state_dict")
         if self._buckets is None:
             self._buckets, self._ranges, load = [], {}, [0] * _world()
             for group in self.param_groups:  # in this order, so that a group that is added later moves nothing
@@ -333,6 +342,7 @@ class _Sharded(torch.optim.Optimizer):
         start, stop = self._ranges[p][_rank()]
         return self._units(t)[start:stop]
 
+    @torch._disable_dynamo  # what can be compiled is; the rest does not survive a graph around it
     @torch.no_grad()
     def step(self, closure: Callable | None = None):
         """One update of every parameter with a gradient; the others keep value and state, weight decay included.
@@ -433,9 +443,9 @@ class _Sharded(torch.optim.Optimizer):
         hyper = [{k: v for k, v in saved.items() if k not in ("params", "compile")} for saved in state_dict["param_groups"]]
         group_of = {p: {**group, **saved} for group, saved in zip(self.param_groups, hyper) for p in group["params"]}
         self._layout()
-        state = {}
+        state, of_id = {}, dict(zip((i for saved in state_dict["param_groups"] for i in saved["params"]), params))  # numbers, or names
         for i, entry in state_dict["state"].items():
-            p = params[int(i)]
+            p = of_id[i]
             new = self._new_state(group_of[p], p)
             if set(entry) != set(new):
                 raise ValueError(f"the state of parameter {i} has {sorted(entry)}, expected {sorted(new)}: "
@@ -565,6 +575,7 @@ class Muon(_Sharded):
                     own = [self._own(p, p.detach()) for p in batch]
                     torch._foreach_copy_(own, w.split([len(part) for part in own]))
             finite += ok
+            own = w = args = W = G = S = X = O = None  # a GPU's copies of this portion, or the next one's would come on top
         return finite
 
     @staticmethod
@@ -590,8 +601,9 @@ class Muon(_Sharded):
         m, n = p.shape[-2:]
         scale = {"original": max(1, m / n) ** 0.5, "match_rms_adamw": 0.2 * max(m, n) ** 0.5, "frobenius": None}[group["adjust_lr_fn"]]
         lr, weight_decay, beta, beta2, gamma = (_scalar(group[k], p) for k in ("lr", "weight_decay", "momentum", "beta2", "gamma"))
-        return Hyper(lr, weight_decay, beta, beta2, gamma, None, None if scale is None else _scalar(scale, p), group["eps"],
-                     group["ns_eps"], group["nesterov"])
+        return Hyper(lr=lr, weight_decay=weight_decay, beta=beta, beta2=beta2, gamma=gamma, bias=None,
+                     scale=None if scale is None else _scalar(scale, p),
+                     **{name: group[name] for name in ("eps", "ns_eps", "nesterov")})
 
     def _bias(self, group, params):
         bias = [1 - group["momentum"] ** self.state[p]["step"] for p in params for _ in range(len(self._own(p, p)))]

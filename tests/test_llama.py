@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+import optim
 from common import ROOT, fresh, write_shard
 
 SUITES = ["suite-a-130m", "suite-a-300m", "suite-a-1.2b", "suite-b-210m", "suite-b-720m"]
-OPTIMIZERS = ["adamw", "muon", "muon-nsr", "muon-vs", "muon-nsr-post", "adamuon", "normuon", "muon2"]
+OPTIMIZERS = ["adamw", *optim.VARIANTS]
 VOCAB = {"suite-a": 32000, "suite-b": 50304}
 
 

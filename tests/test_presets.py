@@ -1,7 +1,10 @@
 """The presets are the paper's tables, and every global reaches what it names."""
+import re
+
 import pytest
 import torch
 
+from common import ROOT
 from test_llama import script
 
 # the paper's tables by hand: lr, AdamW's lr, clip, β, AdamW's betas, batch, updates, updates between evaluations
@@ -50,6 +53,23 @@ def test_every_hyperparameter_reaches_its_optimizer():
         ns_dtype=torch.float64, adjust_lr_fn="frobenius", state_dtype=torch.bfloat16, stochastic_rounding=True, compile=False).items()
     for group in adam.param_groups:
         assert group.items() >= dict(betas=(0.81, 0.82), eps=1e-5, state_dtype=torch.bfloat16, stochastic_rounding=True).items()
+
+
+@pytest.mark.parametrize("name", ["train_gpt", "train_llama"])
+def test_every_global_of_the_optimizer_changes_one(name):
+    """Those of the section "optimizer", one that you add included."""
+    def groups(*words):
+        t = script(*words, name=name)
+        with torch.device("meta"):
+            model = t.Model(64)
+        return str([{k: v for k, v in group.items() if k != "params"}
+                    for opt in t.build_optimizers(model, False, torch.float64) for group in opt.param_groups])
+    section = re.search(r"^# optimizer\n(.*?)^# schedule", (ROOT / f"{name}.py").read_text(encoding="utf-8"), re.M | re.S)[1]
+    values = {key: getattr(script(name=name), key) for key in re.findall(r"^(\w+) = ", section, re.M)}
+    assert {"gamma", "momentum", "beta2"} < set(values)
+    other = {key: value / 2 if type(value) is float else value + 1 for key, value in values.items() if not isinstance(value, (str, bool))}
+    other |= {"optimizer": "adamw", "adjust_lr_fn": "frobenius"}
+    assert [key for key in other if groups(f"--{key}={other[key]}") == groups()] == ["grad_clip"]
 
 
 @pytest.mark.parametrize("truncated", [False, True])

@@ -21,9 +21,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import optim
 from common import ROOT, fresh, write_shard
 
-OPTIMIZERS = ["adamw", "muon", "muon-nsr", "muon-vs", "muon-nsr-post", "adamuon", "normuon", "muon2"]
+OPTIMIZERS = ["adamw", *optim.VARIANTS]
 TINY = dict(dataset="tiny", n_layer=1, n_head=2, n_embd=32, block_size=16, batch_size=8, micro_batch_size=2, max_iters=4, warmup_iters=2,
             val_tokens=512, seed=1, data_seed=1, dtype="float32", compile=False, threads=1, device="cpu", sample_tokens=0, log_interval=1)
 
