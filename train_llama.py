@@ -181,6 +181,11 @@ def configure(argv: list[str]) -> None:
     overrides.update(PRESETS.get(f"{chosen}/{wanted}", {}))
     if "dataset" in flags:
         overrides["val_dataset"] = ""  # a preset's validation data go with its training data
+    for name, value in overrides.items():
+        if name not in GLOBALS:
+            near = difflib.get_close_matches(name, GLOBALS, 1, 0)[0]
+            raise UserError(f"the preset {chosen} sets {name}, which is no global; did you mean {near}?")
+        overrides[name] = parse(name, str(value), type(globals()[name]))
     globals().update({**overrides, **flags})
     check_globals()
 
@@ -259,6 +264,8 @@ class Shards:
         known = {preset["dataset"] for preset in PRESETS.values() if "dataset" in preset} | {"c4", "fineweb10b", "fineweb10b-gpt2"}
         mend = "python prepare.py" + ("" if name == "pysrc" else f" {name}" if name in known else f" text --input PATH --name {name}")
         if not self.files:
+            if any(folder.glob("*.bin")) and not (folder / "manifest.json").exists():  # another project's files
+                mend = f"python prepare.py import {folder} --name {name}-shards` and give `--dataset={name}-shards"
             raise UserError(f"no {split} shards in {folder} (*_{split}_NUMBER.bin): dataset {name!r} is not prepared; run `{mend}`")
         if missing := manifest_shards(folder, split) - {path.name for path in self.files}:
             raise UserError(f"{folder} lacks {', '.join(sorted(missing))}, which its manifest.json lists; run `{mend}` again")
@@ -306,7 +313,8 @@ class Shards:
                             f"delete it and run `{mend}` again")
         limit = int(header[3]) if ours else vocab_size or 50257
         if most >= limit:
-            raise UserError(f"{path} has token id {most}, expected ids below {limit}; delete it and run `{mend}` again")
+            raise UserError(f"{path} has token id {most}, expected ids below {limit}; " + (
+                f"delete it and run `{mend}` again" if ours else f"use --vocab_size={-(-(most + 1) // 64) * 64} or more"))
 
     def __len__(self) -> int:
         return int(self.ends[-1])
@@ -481,6 +489,7 @@ class Model(nn.Module):
 
     def compile_parts(self) -> None:
         """torch.compile of a block and of the loss: all blocks share one graph, so a deep model compiles as fast as a shallow one."""
+        torch._inductor.config.cpp.vec_isa_ok = True  # 10 s of compiling go into asking the compiler what /proc/cpuinfo says
         torch._dynamo.config.optimize_ddp = False  # it would cut that graph at DDP's buckets; gradients leave block by block anyway
         for block in self.blocks:
             block.compile(dynamic=False)
@@ -581,8 +590,9 @@ def evaluate(logits, shards: Shards, where: torch.device, autocast, rank: int, w
         with autocast():
             logits_NV = logits(x_BT).flatten(0, 1)[:len(tokens) * block_size]
         y_N = y_BT.flatten()[:len(tokens) * block_size]
-        loss = F.cross_entropy(logits_NV.float(), y_N, reduction="sum")
-        sums += torch.stack([loss, (logits_NV.argmax(-1) == y_N).sum().to(loss)]).to(sums.device).double()
+        for part, y in zip(logits_NV.split(2048), y_N.split(2048)):  # of which fp32 copies are small
+            loss = F.cross_entropy(part.float(), y, reduction="sum")
+            sums += torch.stack([loss, (part.argmax(-1) == y).sum().to(loss)]).to(sums.device).double()
     if world > 1:
         Watch.at += 1
         dist.all_reduce(sums)
@@ -650,7 +660,8 @@ def memory_estimate(model: nn.Module, world: int, gpu: bool, bf16: bool) -> dict
         block += tokens * n_head * block_size * act          # the attention weights, see attend
     kept = tokens * n_embd * 4 * n_layer + block if activation_checkpointing else block * n_layer
     kept += tokens * (n_embd * (act + 4) + model.embed.weight.size(0) * (2 * act if compile else act + 8))  # the loss: logits, gradient
-    kept += act * sum(p.numel() for p in model.parameters() if p.ndim > 1) if act < width else 0  # autocast's copies of the weights
+    copied = [model.head, model.blocks[0]] if activation_checkpointing else [model]  # those whose weights autocast keeps copies of
+    kept += act * sum(p.numel() for part in copied for p in part.parameters() if p.ndim > 1) if act < width else 0
     same_shape = Counter(p.shape for p in model.blocks.parameters() if p.ndim > 1)
     batches = [min(n * shape.numel() / world, max(2**27, shape.numel()) if gpu else math.inf) for shape, n in same_shape.items()]
     step = max(batches) * (16 if gpu else 8) if optimizer in VARIANTS else 0  # Newton-Schulz
@@ -840,7 +851,7 @@ def fitting():
         yield
     except (RuntimeError, ValueError) as error:
         raise UserError(f"--resume: the checkpoint is of another model or optimizer ({' '.join(str(error).split())[:200]}); give "
-                        "the flags of the run that made it") from None
+                        "the flags of the run that made it, or the script that its log begins with") from None
 
 
 def to_host(tree):
@@ -1112,7 +1123,8 @@ def train() -> dict:
     saved = checkpoints.load(resume) if resume else None
     if world > 1:
         agree({"checkpoint (is --checkpoint_dir on a shared file system?)": str(saved and saved["step"])}, world)
-    if rank == 0 and not resume and (log_path.exists() or any(checkpoints.folder.glob("*"))):
+    begun = log_path.exists() and re.search(r"^step:", log_path.read_text(encoding="utf-8", errors="replace"), re.M)
+    if rank == 0 and not resume and (begun or any(checkpoints.folder.glob("*"))):
         raise UserError(f"a run {run} exists already ({log_path}, {checkpoints.folder}); choose another --run_name, or go on with "
                         "--resume=auto")
     facts = dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__, platform=platform.platform(),
@@ -1198,7 +1210,7 @@ def train() -> dict:
             for group in opt.param_groups:
                 group["lr"] = group["initial_lr"] * factor
             opt.step()
-            opt.zero_grad(set_to_none=True)
+            opt.zero_grad(set_to_none=world == 1 or accumulate == 1)  # else gradients stay views of DDP's buckets, or memory has both
 
     gradient(step)
     clip()
@@ -1409,8 +1421,9 @@ def cli() -> int:
     except RuntimeError as error:
         if "RANK" not in os.environ or not re.search("gloo|nccl|connection|store", str(error), re.IGNORECASE):
             raise
-        what = str(error).split("] ", 1)[-1].split(". ")[0][:120]
-        complain(f"rank {os.environ['RANK']} lost another rank ({what}); torchrun's report names the first that failed; go on with "
+        reason = re.search(r"Last error:\s*(.+)", str(error))  # of NCCL; what stands before it is torch's
+        what = reason[1][:200] if reason else str(error).split("] ", 1)[-1].split(". ")[0][:120]
+        complain(f"rank {os.environ['RANK']} cannot go on with the others ({what}); torchrun's report names the first that failed; go on with "
                  "--resume=auto")
         return 1
     except KeyboardInterrupt:

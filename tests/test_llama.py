@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-import optim
 from common import ROOT, fresh, write_shard
+from optim import VARIANTS
 
 SUITES = ["suite-a-130m", "suite-a-300m", "suite-a-1.2b", "suite-b-210m", "suite-b-720m"]
-OPTIMIZERS = ["adamw", *optim.VARIANTS]
+OPTIMIZERS = ["adamw", *VARIANTS]
 VOCAB = {"suite-a": 32000, "suite-b": 50304}
 
 

@@ -21,10 +21,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import optim
 from common import ROOT, fresh, write_shard
+from optim import VARIANTS
 
-OPTIMIZERS = ["adamw", *optim.VARIANTS]
+OPTIMIZERS = ["adamw", *VARIANTS]
 TINY = dict(dataset="tiny", n_layer=1, n_head=2, n_embd=32, block_size=16, batch_size=8, micro_batch_size=2, max_iters=4, warmup_iters=2,
             val_tokens=512, seed=1, data_seed=1, dtype="float32", compile=False, threads=1, device="cpu", sample_tokens=0, log_interval=1)
 
@@ -201,7 +201,9 @@ def work(jobs: list[dict]) -> None:
         if dist.is_initialized():
             time.sleep(0.2)  # for gloo's threads to let go of their tensors: its destructor would wait for them for ever
             dist.destroy_process_group()
-        kept["gradients"] = [step for opt in kept.pop("optimizers", [])[-1:] for step in opt.seen]
+        recorder = kept.pop("optimizers", [])[-1:]
+        kept["gradients"] = [step for opt in recorder for step in opt.seen]
+        kept["held"] = [p.grad is not None for opt in recorder for p in opt.param_groups[0]["params"]]
         torch.save(kept, f"{job['name']}.rank{rank}.pt")
 
 
@@ -284,6 +286,11 @@ def test_an_update_has_the_gradient_of_one_large_batch(ranks):
     model.double()(x[:, :-1], x[:, 1:]).backward()
     for p, g in zip(model.parameters(), whole[0]):
         assert torch.allclose(p.grad, g.double(), rtol=0, atol=2e-5 * float(p.grad.abs().max()))
+
+
+def test_gradients_that_accumulate_on_ranks_stay_in_the_buckets_of_ddp(ranks):
+    """Without them no_sync would build gradients beside the buckets, which are kept."""
+    assert all(part["held"] and all(part["held"]) for part in left(ranks, "gradient"))
 
 
 def test_the_memory_told_is_that_of_the_rank_that_has_most(ranks):
@@ -555,7 +562,9 @@ BAD = {  # what is wrong: (a change of the data, flags, what the message says)
                                         dict(val_dataset="other"), "same tokenizer"),
     "vocabulary": (None, dict(vocab_size=128), "--vocab_size=320"),
     "ids": (lambda: write_shard(TRAIN, text(99) + 250), {}, "token id"),
-    "ids of theirs": (lambda: write_shard(TRAIN, text(99) + 50_257, ours=False), {}, "token id"),
+    "ids of theirs": (lambda: write_shard(TRAIN, text(99) + 50_257, ours=False), {}, "expected ids below 50257; use --vocab_size=50"),
+    "files of others": (lambda: write_shard("data/owt/train.bin", text(99), ours=False), dict(dataset="owt"),
+                        "`python prepare.py import data/owt --name owt-shards` and give `--dataset=owt-shards`"),
     "short data": (None, dict(block_size=1024, val_tokens=2048, n_embd=4), "--block_size=1024 is longer than the data"),
     "val_tokens": (None, dict(val_tokens=15), "--val_tokens=16"),
     "batch": (None, dict(batch_size=9), "--micro_batch_size=1"),
@@ -564,7 +573,7 @@ BAD = {  # what is wrong: (a change of the data, flags, what the message says)
     "log folder": (lambda: Path("logs").touch(), {}, "cannot write logs"),
     "checkpoint folder": (lambda: Path("full").touch(), dict(checkpoint_dir="full/x"), "cannot write full/x"),
     "memory": (None, dict(n_layer=400, n_embd=16384), "GiB are needed on cpu"),
-    "run exists": (lambda: (os.mkdir("logs"), Path("logs/old.txt").touch()), dict(run_name="old"), "choose another --run_name"),
+    "run exists": (lambda: (os.mkdir("logs"), Path("logs/old.txt").write_text("a head\nstep:0/4 val_loss:5\n")), dict(run_name="old"), "choose another --run_name"),
     "no checkpoint": (None, dict(resume="checkpoints/none/step_00000001.pt"), "there is no"),
     "empty folder": (lambda: os.makedirs("checkpoints/none"), dict(resume="checkpoints/none"), "there is no"),
 }
@@ -600,6 +609,34 @@ def test_bad_input_ends_the_process_with_status_1():
 def test_a_disk_too_small_for_the_checkpoints_is_told_at_the_start(capsys, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6 - 10**5, 10**5))
     assert "lower --keep_checkpoints" in fails(capsys, monkeypatch, flags())
+
+
+@pytest.mark.parametrize("values, message", [(dict(n_layers=2), "the preset mine sets n_layers, which is no global; did you mean n_layer?"),
+                                             (dict(max_iters=2.5), "--max_iters=2.5: expected a whole number")])
+def test_a_preset_of_yours_is_read_like_flags(values, message):
+    module = fresh()
+    module.PRESETS["mine"] = values
+    with pytest.raises(module.UserError, match=re.escape(message)):
+        module.configure(["--preset=mine"])
+
+
+def test_a_name_is_free_until_its_run_has_begun():
+    """A crash of an edited script before the first validation leaves the log's head."""
+    os.mkdir("logs")
+    Path("logs/again.txt").write_text("a head\n")
+    train(run_name="again", max_iters=1)
+    assert Path("logs/again.old").read_text() == "a head\n" and "step:1/1" in Path("logs/again.txt").read_text()
+
+
+def test_an_error_of_nccl_is_told_with_its_reason(capsys, monkeypatch):
+    module = fresh()
+    error = ("[1] NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, invalid usage (run with NCCL_DEBUG=WARN for details)\n"
+             "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\nDuplicate GPU detected : rank 1 and rank 0")
+    monkeypatch.setattr(module, "main", lambda argv: (_ for _ in ()).throw(RuntimeError(error)))
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py"])
+    monkeypatch.setenv("RANK", "1")
+    assert module.cli() == 1
+    assert "rank 1 cannot go on with the others (Duplicate GPU detected : rank 1 and rank 0); torchrun" in capsys.readouterr().err
 
 
 def test_restarts_without_resume_are_refused(capsys, monkeypatch):
