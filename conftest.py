@@ -1,5 +1,8 @@
-"""Under `pytest -n N` each worker takes its share of the cores: processes with a thread for every core wait for each other."""
+"""Under `pytest -n N` each worker takes its share of the cores: processes with a thread for every core wait for each other. And Inductor
+does not ask the compiler in each of many processes what /proc/cpuinfo says."""
 import os
+
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -161,6 +161,15 @@ def test_weights_that_are_all_large_and_different_agree_too(run, name):
         assert (ours.logits(ids)[..., :257] - b).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_a_model_that_was_changed_is_not_passed_off_as_the_stock_one(run, monkeypatch, name):
+    """Its weights still fit, what it computes does not: without RoPE here. sample.py converts too, and compares nothing itself."""
+    _, saved, module = export_hf.load_checkpoint(run(name))
+    monkeypatch.setattr(module, "rotate", lambda x, cos, sin: x)
+    with pytest.raises(export_hf.UserError, match="computes another function; was the model changed"):
+        export_hf.convert(saved, module)
+
+
 def test_bf16_parameters_stay_bf16(run):
     folder = exported(run, "bf16")
     state = export_hf.load_checkpoint(run("bf16"))[1]["model"]

@@ -247,6 +247,24 @@ def test_mixed_devices_lose_their_times(tmp_path, run, logs):
     assert {r["20 %"] for r in rows_of(tmp_path / "out/speedup.csv") if r["axis"] == "time"} == {"nan"}
 
 
+def test_micro_batches_tell_times_apart_and_nothing_else(tmp_path, run, logs):
+    """An update is the same whatever ranks and micro-batches compute it."""
+    write(logs, "two.txt", log_text("muon", 4, micro_batch_size=4, world_size="2"))
+    _, _, err = run()
+    assert "runs on cpu × 1 and cpu × 2, of unlike micro_batch_size; their times are left out" in err and "never mixed" not in err
+    assert [r["n"] for r in rows_of(tmp_path / "out/final.csv")][0] == "4"
+
+
+def test_a_hyperparameter_that_a_fork_adds_makes_rows(tmp_path, run):
+    """Of the section "optimizer" in the source that the log begins with; one that it adds elsewhere makes an experiment."""
+    source = "# optimizer\nbeta3 = 0.9  # mine\ngrad_clip = 1.0\n# schedule\nwindow = 3\n"
+    for i, (beta3, window) in enumerate([(0.9, 3), (0.5, 3), (0.9, 4)]):
+        write(tmp_path / "logs", f"{i}.txt", log_text("muon", 1, beta3=beta3, window=window).replace(SOURCE, source))
+    _, _, err = run()
+    assert "2 experiments, never mixed: gpt-demo (2 runs: window=3); gpt-demo-2 (1 runs: window=4)" in err
+    assert [r["optimizer"] for r in rows_of(tmp_path / "out/final.csv")][:2] == ["muon beta3=0.5", "muon beta3=0.9"]
+
+
 def test_seeds_option_leaves_out_the_others(tmp_path, run, logs):
     run("--seeds", "1..2")
     assert {r["n"] for r in rows_of(tmp_path / "out/final.csv")} == {"2"}

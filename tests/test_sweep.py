@@ -102,6 +102,19 @@ def test_runs_skips_resumes(fake, capsys):
     assert (fake / "logs/fake-muon-seed2.txt").stat().st_mtime_ns == before
 
 
+def test_finished_by_another_version_is_told(fake, capsys):
+    """Of the script or of the optim.py beside it, both of which a log begins with."""
+    args = ["train_fake.py", "--optimizer=muon", "--seed=1..2"]
+    assert sweep.main(args) == 0
+    for optim, change, told in ("# optim\n", "", 0), ("# edited\n", "", 2), ("# optim\n", "# edited\n", 2):
+        (fake / "optim.py").write_text(optim)
+        with open("train_fake.py", "a") as f:
+            f.write(change)
+        capsys.readouterr()
+        assert sweep.main(args) == 0
+        assert capsys.readouterr().out.count("was finished by another version of train_fake.py or optim.py") == told
+
+
 def test_dry_run_runs_nothing(fake, capsys, monkeypatch):
     assert sweep.main(["train_fake.py", "--optimizer=muon,muon-vs", "--dry_run"]) == 0
     out = capsys.readouterr().out

@@ -15,6 +15,7 @@ In an experiment each optimizer, and each configuration of one, is a row. All th
 
 import argparse
 import csv
+import functools
 import hashlib
 import json
 import lzma
@@ -39,9 +40,10 @@ CONFIDENCE = 0.95                       # of intervals: two-sided, Student-t ove
 HALF_LIFE = 0.05                        # of the exponential mean over training losses, as a share of the budget
 
 # globals that say nothing about the experiment, and those in which the rows of an experiment may differ
-RUN = {"seed", "preset", "run_name", "resume", "allow_change", "log_dir", "checkpoint_dir", "data_dir", "check_shards",
-       "log_interval", "checkpoint_interval", "keep_checkpoints", "sample_tokens", "wandb", "tensorboard", "profile",
-       "device", "threads", "timeout_minutes", "max_skipped"}
+SPEED = {"micro_batch_size", "activation_checkpointing", "compile"}     # nor do these, but for its times
+RUN = SPEED | {"seed", "preset", "run_name", "resume", "allow_change", "log_dir", "checkpoint_dir", "data_dir", "check_shards",
+               "log_interval", "checkpoint_interval", "keep_checkpoints", "sample_tokens", "wandb", "tensorboard", "profile",
+               "device", "threads", "timeout_minutes", "max_skipped"}
 OPTIMIZER = {"optimizer", "learning_rate", "adam_lr", "weight_decay", "momentum", "gamma", "beta2", "muon_eps",
              "ns_steps", "ns_eps", "adjust_lr_fn", "adam_beta1", "adam_beta2", "adam_eps", "param_dtype",
              "stochastic_rounding"}
@@ -241,6 +243,13 @@ class Experiment:
     differs: str = ""   # settings in which the experiments of one report differ
 
 
+@functools.cache
+def optimizer_globals(source):
+    """OPTIMIZER, and those that a fork has added to that section of its script, which a log begins with."""
+    section = re.search(r"^# optimizer\n(.*?)^# ", source, re.M | re.S)
+    return OPTIMIZER | set(re.findall(r"^(\w+) = ", section[1], re.M)) - {"grad_clip"} if section else OPTIMIZER
+
+
 def in_order(text):
     """Sort key: numbers by value, then words."""
     value = number(text)
@@ -256,7 +265,7 @@ def build_rows(runs):
     """Runs of one experiment -> rows: optimizers in the paper's order, then configurations."""
     groups = defaultdict(list)
     for run in runs:
-        config = {k: v for k, v in run.settings.items() if k in OPTIMIZER - {"optimizer"}}
+        config = {k: v for k, v in run.settings.items() if k in optimizer_globals(run.source) - {"optimizer"}}
         if not run.settings:
             config = {"source": hashlib.sha256(run.source.encode()).hexdigest()[:7], "steps": str(run.budget)}
         optimizer = run.settings.get("optimizer", run.path.resolve().parent.name)
@@ -281,7 +290,7 @@ def build_rows(runs):
 def build_experiments(runs, baseline):
     groups, experiments, names = defaultdict(list), [], Counter()
     for run in runs:
-        shared = {k: v for k, v in run.settings.items() if k not in RUN | OPTIMIZER}
+        shared = {k: v for k, v in run.settings.items() if k not in RUN | optimizer_globals(run.source)}
         shared |= {k: v for k, v in run.env.items() if k in ("script", "data_checksum")}
         groups[tuple(sorted(shared.items()))].append(run)
     for key, group in sorted(groups.items(), key=lambda item: -len(item[1])):
@@ -295,8 +304,11 @@ def build_experiments(runs, baseline):
                  "steps; whether their data and models agree is for you to know")
         elif len(sources := {run.source for run in group}) > 1:
             note(f"{name}: its logs begin with {len(sources)} different sources")
-        if len(devices := {f"{run.env.get('device')} × {run.env.get('world_size')}" for run in group}) > 1:
-            note(f"{name}: runs on {' and '.join(sorted(devices))}; their times are left out")
+        devices = {f"{run.env.get('device')} × {run.env.get('world_size')}" for run in group}
+        unlike = [k for k in sorted(SPEED) if len({run.settings.get(k) for run in group}) > 1]
+        if len(devices) > 1 or unlike:
+            note(f"{name}: runs on {' and '.join(sorted(devices))}{', of unlike ' + ', '.join(unlike) if unlike else ''}; their times "
+                 "are left out")
             for run in group:
                 run.evals = {step: (loss, math.nan, acc) for step, (loss, _, acc) in run.evals.items()}
                 run.train = {step: (loss, math.nan) for step, (loss, _) in run.train.items()}

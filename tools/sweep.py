@@ -249,14 +249,17 @@ def main(argv=None):
     logs, todo = Path(given.get("log_dir", ["logs"])[0]), []
     runs = grid(script, study, given)
     check(script, runs)
+    sources = [path for path in (script, script.with_name("optim.py")) if path.exists()]
+    made = SEPARATOR[1:].join(path.read_text(errors="replace") for path in sources)     # what a log of theirs begins with
     for name, settings in runs.items():
         flags = [f"--{k}={v}" for k, v in settings.items()] + [f"--run_name={name}", "--resume=auto"]
         run = Run(name, logs / f"{name}.txt", [sys.executable, *launcher, str(script), *flags])
         state = "finished" if run.finished() else "resume" if run.log.exists() else "new"
         if state != "finished":
             todo.append(run)
-        elif not run.log.read_text(errors="replace").startswith(script.read_text(errors="replace")):
-            print(f"{name} was finished by another version of {script}")
+        elif not run.log.read_text(errors="replace").startswith(made):
+            print(f"{name} was finished by another version of {' or '.join(map(str, sources))}; to run it anew remove {run.log} and its "
+                  "checkpoints")
         if "--dry_run" in words:
             print(f"{state:9} {shlex.join(run.command)}")
     print(f"{len(runs)} runs, {len(runs) - len(todo)} of them finished before")
