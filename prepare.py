@@ -285,7 +285,8 @@ def open_parquet(path):
     names = file.schema_arrow.names
     if "text" not in names or str(file.schema_arrow.field("text").type) not in ("string", "large_string"):
         raise UserError(f"{path} has no column text of strings, its columns are {', '.join(names)}",
-                        "a column text of strings", "pyarrow.Table.rename_columns renames yours")
+                        "a column text of strings", "python -c \"import pyarrow.parquet as p; t = p.read_table('FILE'); p.write_table("
+                        "t.rename_columns(['text' if c == 'COLUMN' else c for c in t.column_names]), 'NEW.parquet')\" renames yours")
     return file
 
 
