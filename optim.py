@@ -213,7 +213,8 @@ def _before(proxy, G, S, h, X):
     ok = torch.isfinite(G.abs().amax((-2, -1), keepdim=True))
     proxied, new = proxy(_clean(G, ok), _upcast(S), h)
     if proxied.shape != G.shape:
-        raise ValueError(f"{proxy.__name__} made a proxy of shape {tuple(proxied.shape)}, expected the gradient's {tuple(G.shape)}")
+        raise ValueError(f"{getattr(proxy, '__name__', proxy)} made a proxy of shape {tuple(proxied.shape)}, expected the gradient's "
+                         f"{tuple(G.shape)}")
     _store(S, new, ok)
     X.copy_(_wide(_normalise(proxied, h.ns_eps)))
     return ok
@@ -305,7 +306,7 @@ class _Sharded(torch.optim.Optimizer):
     the same bits. `state[p]` holds this rank's range; state_dict() holds everything. Who owns what never depends on gradients.
     """
 
-    _buckets = None  # pickle and deepcopy leave both behind
+    _buckets = _ranks = None  # pickle and deepcopy leave all behind
     skipped = 0      # updates of this rank left out so far because a gradient was not finite; a tensor after a step
 
     def add_param_group(self, param_group: dict):
@@ -323,11 +324,13 @@ class _Sharded(torch.optim.Optimizer):
 
     def _layout(self) -> list[tuple[dict, list[Tensor]]]:
         """[(group, its parameters of one shape, dtype and device)]; sets _ranges: parameter -> (first, last + 1) unit of each rank."""
-        if self._buckets is not None and any(len(ranges) != _world() for ranges in self._ranges.values()):
-            raise RuntimeError(f"{type(self).__name__} has split its state over another number of ranks than the {_world()} there are now: "
-                               "call init_process_group before the first step, and destroy_process_group after the last state_dict")
+        if self._ranks not in (None, _world()):
+            if self.state:
+                raise RuntimeError(f"{type(self).__name__} has split its state over {self._ranks} ranks, now there are {_world()}: call "
+                                   "init_process_group before the first step, and destroy_process_group after the last state_dict")
+            self._buckets = None
         if self._buckets is None:
-            self._buckets, self._ranges, load = [], {}, [0] * _world()
+            self._buckets, self._ranges, self._ranks, load = [], {}, _world(), [0] * _world()
             for group in self.param_groups:  # in this order, so that a group that is added later moves nothing
                 alike: dict = {}
                 for p in group["params"]:
@@ -443,8 +446,12 @@ class _Sharded(torch.optim.Optimizer):
         hyper = [{k: v for k, v in saved.items() if k not in ("params", "compile")} for saved in state_dict["param_groups"]]
         group_of = {p: {**group, **saved} for group, saved in zip(self.param_groups, hyper) for p in group["params"]}
         self._layout()
-        state, of_id = {}, dict(zip((i for saved in state_dict["param_groups"] for i in saved["params"]), params))  # numbers, or names
+        state, of_id = {}, {}  # ids are numbers, as text where a state went through JSON, or names
+        for i, p in zip((i for saved in state_dict["param_groups"] for i in saved["params"]), params):
+            of_id[i] = of_id[str(i)] = p
         for i, entry in state_dict["state"].items():
+            if i not in of_id:
+                raise ValueError(f"the state has a parameter {i!r}, which none of its groups names")
             p = of_id[i]
             new = self._new_state(group_of[p], p)
             if set(entry) != set(new):

@@ -492,6 +492,17 @@ def test_a_state_may_name_its_parameters():
         assert all(torch.equal(opt.state[p][name], other.state[p][name]) for name in ("momentum", "variance"))
 
 
+def test_a_state_through_json_is_read_and_an_unknown_parameter_is_named():
+    params = parameters((8, 4))
+    opt, other = Muon(params, compile=False), Muon(params, compile=False)
+    run(opt, params, 1)
+    saved = opt.state_dict()
+    other.load_state_dict({**saved, "state": {"0": saved["state"][0]}})
+    assert torch.equal(other.state[params[0]]["momentum"], opt.state[params[0]]["momentum"])
+    with pytest.raises(ValueError, match="the state has a parameter 9, which none of its groups names"):
+        other.load_state_dict({**saved, "state": {9: saved["state"][0]}})
+
+
 def test_another_number_of_ranks_after_the_first_step_is_refused(monkeypatch):
     """Or a state_dict() behind destroy_process_group would hold this rank's share as if it were all."""
     params = parameters((8, 4), (8, 4))
@@ -499,7 +510,7 @@ def test_another_number_of_ranks_after_the_first_step_is_refused(monkeypatch):
     run(opt, params, 1)
     monkeypatch.setattr(optim, "_world", lambda: 2)
     for call in (opt.step, opt.state_dict):
-        with pytest.raises(RuntimeError, match="another number of ranks than the 2 there are now: call init_process_group before"):
+        with pytest.raises(RuntimeError, match="split its state over 1 ranks, now there are 2: call init_process_group before"):
             call()
 
 

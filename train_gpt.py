@@ -162,6 +162,9 @@ def configure(argv: list[str]) -> None:
         if name not in GLOBALS:
             near = difflib.get_close_matches(name, GLOBALS, 1, 0)[0]
             raise UserError(f"the preset {chosen} sets {name}, which is no global; did you mean {near}?")
+        if not isinstance(value, (str, int, float)):
+            raise UserError(f"the preset {chosen} sets {name} to {value!r}, expected {type(globals()[name]).__name__}, such as "
+                            f"{globals()[name]!r}")
         overrides[name] = parse(name, str(value), type(globals()[name]))
     globals().update({**overrides, **flags})
     check_globals()
@@ -242,7 +245,8 @@ class Shards:
         mend = "python prepare.py" + ("" if name == "pysrc" else f" {name}" if name in known else f" text --input PATH --name {name}")
         if not self.files:
             if any(folder.glob("*.bin")) and not (folder / "manifest.json").exists():  # another project's files
-                mend = f"python prepare.py import {folder} --name {name}-shards` and give `--dataset={name}-shards"
+                flag = "--val_dataset" if split == "val" else "--dataset"
+                mend = f"python prepare.py import {folder} --name {name}-shards` and give `{flag}={name}-shards"
             raise UserError(f"no {split} shards in {folder} (*_{split}_NUMBER.bin): dataset {name!r} is not prepared; run `{mend}`")
         if missing := manifest_shards(folder, split) - {path.name for path in self.files}:
             raise UserError(f"{folder} lacks {', '.join(sorted(missing))}, which its manifest.json lists; run `{mend}` again")
@@ -469,7 +473,8 @@ class Model(nn.Module):
 
     def compile_parts(self) -> None:
         """torch.compile of a block and of the loss: all blocks share one graph, so a deep model compiles as fast as a shallow one."""
-        torch._inductor.config.cpp.vec_isa_ok = True  # 10 s of compiling go into asking the compiler what /proc/cpuinfo says
+        if torch._inductor.config.cpp.vec_isa_ok is None:  # TORCHINDUCTOR_VEC_ISA_OK=0 turns vectors off
+            torch._inductor.config.cpp.vec_isa_ok = True  # 10 s of compiling go into asking the compiler what /proc/cpuinfo says
         torch._dynamo.config.optimize_ddp = False  # it would cut that graph at DDP's buckets; gradients leave block by block anyway
         for block in self.blocks:
             block.compile(dynamic=False)
@@ -639,7 +644,7 @@ def memory_estimate(model: nn.Module, world: int, gpu: bool, bf16: bool) -> dict
         block += tokens * n_head * block_size * act          # the attention weights, see attend
     kept = tokens * n_embd * 4 * n_layer + block if activation_checkpointing else block * n_layer
     kept += tokens * (n_embd * (act + 4) + model.embed.weight.size(0) * (2 * act if compile else act + 8))  # the loss: logits, gradient
-    copied = [model.head, model.blocks[0]] if activation_checkpointing else [model]  # those whose weights autocast keeps copies of
+    copied = [model.head, model.blocks[0]] if activation_checkpointing and compile else [model]  # whose weights autocast keeps copies of
     kept += act * sum(p.numel() for part in copied for p in part.parameters() if p.ndim > 1) if act < width else 0
     same_shape = Counter(p.shape for p in model.blocks.parameters() if p.ndim > 1)
     batches = [min(n * shape.numel() / world, max(2**27, shape.numel()) if gpu else math.inf) for shape, n in same_shape.items()]
@@ -1102,8 +1107,7 @@ def train() -> dict:
     saved = checkpoints.load(resume) if resume else None
     if world > 1:
         agree({"checkpoint (is --checkpoint_dir on a shared file system?)": str(saved and saved["step"])}, world)
-    begun = log_path.exists() and re.search(r"^step:", log_path.read_text(encoding="utf-8", errors="replace"), re.M)
-    if rank == 0 and not resume and (begun or any(checkpoints.folder.glob("*"))):
+    if rank == 0 and not resume and (log_path.exists() or any(checkpoints.folder.glob("*"))):
         raise UserError(f"a run {run} exists already ({log_path}, {checkpoints.folder}); choose another --run_name, or go on with "
                         "--resume=auto")
     facts = dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__, platform=platform.platform(),
@@ -1159,10 +1163,10 @@ def train() -> dict:
     parallel = DDP(raw, device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=False) if world > 1 else raw
     parameters = list(raw.parameters())
 
-    def gradient(step: int) -> Tensor:
-        """Leaves the mean gradient of update `step`'s batch in .grad; returns its mean loss on this rank."""
+    def gradient(step: int, start: int = 0) -> Tensor:
+        """Leaves the mean gradient of update `step`'s batch, from micro-batch `start` on, in .grad; returns its mean loss on this rank."""
         total = torch.zeros((), device=where)
-        for k in range(accumulate):
+        for k in range(start, accumulate):
             first = (k * world + rank) * micro_batch_size
             x_BT, y_BT = to_device(train_shards.batch(step, range(first, first + micro_batch_size)), where)
             last = k == accumulate - 1
@@ -1191,7 +1195,7 @@ def train() -> dict:
             opt.step()
             opt.zero_grad(set_to_none=world == 1 or accumulate == 1)  # else gradients stay views of DDP's buckets, or memory has both
 
-    gradient(step)
+    gradient(step, accumulate - 1)  # one micro-batch: from then on gradients are views of DDP's buckets
     clip()
     optimize(0.0)
     optimizers = build_optimizers(raw, compile, ns_dtype)
@@ -1402,8 +1406,8 @@ def cli() -> int:
             raise
         reason = re.search(r"Last error:\s*(.+)", str(error))  # of NCCL; what stands before it is torch's
         what = reason[1][:200] if reason else str(error).split("] ", 1)[-1].split(". ")[0][:120]
-        complain(f"rank {os.environ['RANK']} cannot go on with the others ({what}); torchrun's report names the first that failed; go on with "
-                 "--resume=auto")
+        complain(f"rank {os.environ['RANK']} cannot go on with the others ({what}); torchrun's report names the first that failed; go on "
+                 "with --resume=auto")
         return 1
     except KeyboardInterrupt:
         print(f"{Path(__file__).name}: interrupted; the last checkpoint is intact", file=sys.stderr)

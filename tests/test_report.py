@@ -251,7 +251,8 @@ def test_micro_batches_tell_times_apart_and_nothing_else(tmp_path, run, logs):
     """An update is the same whatever ranks and micro-batches compute it."""
     write(logs, "two.txt", log_text("muon", 4, micro_batch_size=4, world_size="2"))
     _, _, err = run()
-    assert "runs on cpu × 1 and cpu × 2, of unlike micro_batch_size; their times are left out" in err and "never mixed" not in err
+    assert "runs on cpu × 1 and cpu × 2, of unlike micro_batch_size; their times and peak memory are left out" in err
+    assert "never mixed" not in err and rows_of(tmp_path / "out/cost.csv")[0]["peak MiB"] == "nan"
     assert [r["n"] for r in rows_of(tmp_path / "out/final.csv")][0] == "4"
 
 
@@ -363,6 +364,24 @@ def test_training_loss_is_smoothed_and_reaches_the_last_of_the_baseline(tmp_path
     baseline, other = rows_of(tmp_path / "out/train.csv")
     assert (float(baseline["train loss"]), baseline["in steps"]) == (1, "nan")
     assert [float(other[k]) for k in ("train loss", "in steps", "in time")] == pytest.approx([0.9, 500 / 400, 500 / 400 / 2])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_baseline_reaches_its_own_targets(tmp_path, run, seed):
+    """Means over eight seeds may differ in the last bit by the order of their sums."""
+    draw = np.random.default_rng(seed)
+    for optimizer in ("muon", "muon-vs"):
+        for i in range(1, 9):
+            losses = [5, 3, 2, 1.5, 1.2, round(1 + draw.random() - (optimizer == "muon-vs"), 5)]
+            write(tmp_path / "logs", f"{optimizer}-{i}.txt", log_text(optimizer, i, losses))
+    run()
+    assert math.isfinite(float(rows_of(tmp_path / "out/train.csv")[1]["in steps"]))
+    assert math.isfinite(float(rows_of(tmp_path / "out/speedup.csv")[1]["100 %"]))
+
+
+def test_smoothing_over_unlike_lines_is_told(tmp_path, run, logs):
+    write(logs, "rare.txt", log_text("muon", 4, log_interval=20))
+    assert "log_interval is 20 and None; training losses smoothed over unlike lines do not compare" in run()[2]
 
 
 def test_logs_without_training_losses_have_no_table_of_them(tmp_path, run, logs):

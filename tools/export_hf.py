@@ -155,8 +155,8 @@ def convert(saved, script):
     ids = torch.arange(min(64, script.block_size))[None] * 7 % rows
     worst = (ours.logits(ids)[..., :rows] - theirs.eval()(ids).logits).abs().max().item()
     if not worst <= 10 * TOLERANCE:                 # of any text; export() looks closer
-        raise UserError(f"the logits of {saved['script']} and of {type(theirs).__name__} differ by {worst:.1e}: it computes another function; "
-                        "was the model changed? then change gpt_neox() or llama() in tools/export_hf.py too")
+        raise UserError(f"the logits of {saved['script']} and of {type(theirs).__name__} differ by {worst:.1e}: it computes another "
+                        "function; was the model changed? then change gpt_neox() or llama() in tools/export_hf.py too")
     return ours, theirs
 
 

@@ -308,10 +308,14 @@ def build_experiments(runs, baseline):
         unlike = [k for k in sorted(SPEED) if len({run.settings.get(k) for run in group}) > 1]
         if len(devices) > 1 or unlike:
             note(f"{name}: runs on {' and '.join(sorted(devices))}{', of unlike ' + ', '.join(unlike) if unlike else ''}; their times "
-                 "are left out")
+                 f"{'and peak memory ' if unlike else ''}are left out")
             for run in group:
                 run.evals = {step: (loss, math.nan, acc) for step, (loss, _, acc) in run.evals.items()}
                 run.train = {step: (loss, math.nan) for step, (loss, _) in run.train.items()}
+                run.memory |= {"peak_memory_mib": math.nan} if unlike else {}
+        if len(intervals := {run.settings.get("log_interval") for run in group if run.train}) > 1:
+            note(f"{name}: log_interval is {' and '.join(sorted(map(str, intervals)))}; training losses smoothed over unlike lines do not "
+                 "compare")
         e = Experiment(name, settings, build_rows(group))
         candidates = [r for r in e.rows if baseline in (r.label, r.optimizer)]
         e.baseline = main_row(candidates)
@@ -346,7 +350,7 @@ def smooth(steps, loss):
     """loss (N, S) at steps (S,) -> exponential means over what came before, of half-life HALF_LIFE of the last step."""
     out, total, weight = loss.copy(), 0.0, 0.0
     for i, gap in enumerate(np.diff(steps, prepend=steps[:1])):
-        keep = 0.5 ** (gap / (HALF_LIFE * steps[-1]))
+        keep = 0.5 ** (gap / (HALF_LIFE * max(1, steps[-1])))
         total, weight = keep * total + loss[:, i], keep * weight + 1
         out[:, i] = total / weight
     return out
@@ -445,7 +449,7 @@ def tables(report, e):
                              for values in zip(r.steps, r.time, *interval(r.loss), r.acc.mean(0))]
 
     if base and others:
-        targets, speedups = [losses.mean() for losses in at[base.label]], []
+        targets, speedups = [np.interp(step, base.steps, base.loss.mean(0)) for step in marks.values()], []
         for axis in ("steps", "time"):
             reach = {r.label: np.array([first_crossing(getattr(r, axis), r.loss.mean(0), t) for t in targets])
                      for r in rows}
@@ -465,7 +469,7 @@ def tables(report, e):
             [(r.label, *paired(base, r)) for r in others])
 
     if base and others and all(len(r.train.steps) for r in rows):
-        target = base.train.loss[:, -1].mean()
+        target = base.train.loss.mean(0)[-1]     # of the curve itself: another order of summing may lie below it
         reach = {r.label: [first_crossing(x, r.train.loss.mean(0), target) for x in (r.train.steps, r.train.time)] for r in rows}
         report.table(
             "train", e.name,
