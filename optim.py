@@ -565,25 +565,26 @@ class Muon(_Sharded):
 
     def _update(self, group, params):
         """One step of this rank's matrices of `params`, of one shape. Returns which gradients are finite, each (k, 1, 1)."""
-        rule, finite = VARIANTS[group["variant"]], []
         constants = self._hyper(group, params[0])
-        for batches in self._portions(params):
-            W = [_joined([self._own(p, p.detach()) for p in batch]) for batch in batches]
-            G = [_joined([self._own(p, p.grad) for p in batch]) for batch in batches]
-            S = [{name: self._joined_state(batch, name) for name in rule.state} for batch in batches]
-            h = [constants._replace(bias=self._bias(group, batch)) for batch in batches]
-            sizes = [len(w) for w in W]
-            X = W[0].new_empty(sum(sizes), *sorted(W[0].shape[-2:]), dtype=group["ns_dtype"])
-            ok = [_run(group, _before, rule.proxy, *args) for args in zip(G, S, h, X.split(sizes))]
-            O = _iterate(X, group["ns_steps"]).split(sizes)
-            for batch, w, *args, fine in zip(batches, W, O, G, S, h, ok):
-                _run(group, _after, rule.after, w, *args, _noise(group, w), fine)
-                if len(batch) > 1:
-                    own = [self._own(p, p.detach()) for p in batch]
-                    torch._foreach_copy_(own, w.split([len(part) for part in own]))
-            finite += ok
-            own = w = args = W = G = S = X = O = None  # a GPU's copies of this portion, or the next one's would come on top
-        return finite
+        return [ok for batches in self._portions(params) for ok in self._update_portion(group, batches, constants)]
+
+    def _update_portion(self, group, batches, constants):
+        """_update of one portion, apart, so that a GPU's copies of it are gone before the next one's are made."""
+        rule = VARIANTS[group["variant"]]
+        W = [_joined([self._own(p, p.detach()) for p in batch]) for batch in batches]
+        G = [_joined([self._own(p, p.grad) for p in batch]) for batch in batches]
+        S = [{name: self._joined_state(batch, name) for name in rule.state} for batch in batches]
+        h = [constants._replace(bias=self._bias(group, batch)) for batch in batches]
+        sizes = [len(w) for w in W]
+        X = W[0].new_empty(sum(sizes), *sorted(W[0].shape[-2:]), dtype=group["ns_dtype"])
+        ok = [_run(group, _before, rule.proxy, *args) for args in zip(G, S, h, X.split(sizes))]
+        O = _iterate(X, group["ns_steps"]).split(sizes)
+        for batch, w, *args, fine in zip(batches, W, O, G, S, h, ok):
+            _run(group, _after, rule.after, w, *args, _noise(group, w), fine)
+            if len(batch) > 1:
+                own = [self._own(p, p.detach()) for p in batch]
+                torch._foreach_copy_(own, w.split([len(part) for part in own]))
+        return ok
 
     @staticmethod
     def _portions(params) -> list[list[list[Tensor]]]:

@@ -131,7 +131,7 @@ class Reference:
                 self.V = self.b2 * self.V + (1 - self.b2) * G**2
                 O = self.polar(tilde / (np.sqrt(self.V) + self.eps))
             else:
-                pytest.skip(f"{self.variant} has no float64 form here yet")
+                pytest.fail(f"{self.variant} has no float64 form here: write one")
         m, n = self.W.shape
         s = {"original": max(1, m / n) ** 0.5, "match_rms_adamw": 0.2 * max(m, n) ** 0.5,
              "frobenius": 0.2 * (m * n) ** 0.5 / np.linalg.norm(O)}[self.adjust]
@@ -159,7 +159,7 @@ def test_every_variant_follows_the_float64_reference(variant, shape):
 
 
 def test_interface():
-    assert set(VARIANTS) >= {"muon", "muon-nsr", "muon-vs", "muon-nsr-post", "adamuon", "normuon", "muon2"}
+    assert list(VARIANTS) == ["muon", "muon-nsr", "muon-vs", "muon-nsr-post", "adamuon", "normuon", "muon2"]
     p = parameters((8, 4))[0]
     for bad in (dict(variant="moun"), dict(adjust_lr_fn="rms"), dict(lr=-1.0), dict(momentum=1.0), dict(ns_steps=-1)):
         with pytest.raises(ValueError, match=next(iter(bad))):

@@ -366,14 +366,13 @@ def test_training_loss_is_smoothed_and_reaches_the_last_of_the_baseline(tmp_path
     assert [float(other[k]) for k in ("train loss", "in steps", "in time")] == pytest.approx([0.9, 500 / 400, 500 / 400 / 2])
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_the_baseline_reaches_its_own_targets(tmp_path, run, seed):
-    """Means over eight seeds may differ in the last bit by the order of their sums."""
-    draw = np.random.default_rng(seed)
-    for optimizer in ("muon", "muon-vs"):
-        for i in range(1, 9):
-            losses = [5, 3, 2, 1.5, 1.2, round(1 + draw.random() - (optimizer == "muon-vs"), 5)]
-            write(tmp_path / "logs", f"{optimizer}-{i}.txt", log_text(optimizer, i, losses))
+def test_the_baseline_reaches_its_own_targets(tmp_path, run, monkeypatch):
+    """Of eight seeds, whose mean numpy sums pairwise where they are alone and one by one where they are a curve: here that is more."""
+    monkeypatch.setattr(report, "HALF_LIFE", 1e-9)
+    finals = next(x for x in (1 + np.random.default_rng(1).random((1000, 8))).round(5) if x.mean() < sum(x) / 8)
+    for optimizer, gain in ("muon", 0), ("muon-vs", 1):
+        for i, final in enumerate(finals, 1):
+            write(tmp_path / "logs", f"{optimizer}-{i}.txt", log_text(optimizer, i, (9, 8, 7, 6, 5, final - gain)))
     run()
     assert math.isfinite(float(rows_of(tmp_path / "out/train.csv")[1]["in steps"]))
     assert math.isfinite(float(rows_of(tmp_path / "out/speedup.csv")[1]["100 %"]))

@@ -205,6 +205,7 @@ def work(jobs: list[dict]) -> None:
         recorder = kept.pop("optimizers", [])[-1:]
         kept["gradients"] = [step for opt in recorder for step in opt.seen]
         kept["places"] = [step for opt in recorder for step in opt.places]
+        kept["held"] = [p.grad is not None for opt in recorder for p in opt.param_groups[0]["params"]]
         torch.save(kept, f"{job['name']}.rank{rank}.pt")
 
 
@@ -290,10 +291,12 @@ def test_an_update_has_the_gradient_of_one_large_batch(ranks):
 
 
 def test_gradients_that_accumulate_on_ranks_stay_in_the_buckets_of_ddp(ranks):
-    """Else no_sync would build gradients beside the buckets, which are kept."""
+    """Else no_sync would build gradients beside the buckets, which are kept: between updates, and when the first one is to come."""
     for part in left(ranks, "gradient"):
         first, second, third = part["places"]
         assert first == second == third and len(set(first)) < len(first)  # several share a bucket
+        assert part["held"] and all(part["held"])
+        assert [step for step, *_ in part["batches"]].count(0) == (1 + 2) * 2  # the warm-up has one micro-batch, an update two, of 2 rows
 
 
 def test_the_memory_told_is_that_of_the_rank_that_has_most(ranks):
