@@ -23,6 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+torch.ones(1).sqrt()  # MKL 2024.2 may compute a first call imprecisely if it is on several threads (pytorch issue 188792)
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Newton-Schulz
 

@@ -400,6 +400,10 @@ def rope_tables(length: int, width: int, where=None) -> tuple[Tensor, Tensor]:
     return angle.cos(), angle.sin()
 
 
+# MKL 2024.2 may compute a first call imprecisely if it is on several threads (pytorch issue 188792); these are on one
+for first_call in (torch.cos, torch.sin, torch.exp):
+    first_call(torch.zeros(1))
+
 FUTURE_TT = torch.full((512, 512), -math.inf, dtype=torch.bfloat16).triu(1)  # -inf where the key comes after the query
 
 
@@ -659,10 +663,14 @@ def memory_estimate(model: nn.Module, world: int, gpu: bool, bf16: bool) -> dict
         for p in group.values():
             state += sum(p.size(0) if name == "row_moment" else p.numel() for name in buffers)
     tokens, act = micro_batch_size * block_size, 2 if bf16 else 4
-    inner = sum(max(p.shape) for p in model.blocks[0].mlp.parameters())
-    block = tokens * (n_embd * (7 * act + 4) + inner * act)  # both norms, q k v y, attention's output; the residual in fp32
+    inner, parts = [max(p.shape) for p in model.blocks[0].mlp.parameters()], dict(model.blocks[0].named_modules())
+    block = tokens * (n_embd * (7 * act + 4) + sum(inner) * act)  # both norms, q k v y, attention's output; the residual in fp32
     if block_size <= 512 and not gpu:
         block += tokens * n_head * block_size * act          # the attention weights, see attend
+    else:
+        block += tokens * n_embd * (3 if "attn.qkv" in parts else 1) * act  # torch's kernel: y is copied, v keeps all of qkv
+    if not compile and "mlp.gate" in parts:  # silu's result, copies that autocast makes for each product, what RMSNorm keeps on a CPU
+        block += tokens * (inner[0] * act + n_embd * ((4 * act if bf16 else 0) + (0 if gpu else 8)))
     kept = tokens * n_embd * 4 * n_layer + block if activation_checkpointing else block * n_layer
     kept += tokens * (n_embd * (act + 4) + model.embed.weight.size(0) * (2 * act if compile else act + 8))  # the loss: logits, gradient
     copied = [model.head, model.blocks[0]] if activation_checkpointing and compile else [model]  # whose weights autocast keeps copies of
