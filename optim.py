@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-torch.ones(1).sqrt()  # MKL 2024.2 may compute a first call imprecisely if it is on several threads (pytorch issue 188792)
+for dtype in (torch.float32, torch.float64):
+    torch.ones(1, dtype=dtype).sqrt()  # MKL 2024.2 may compute a first call on several threads imprecisely (pytorch issue 188792)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Newton-Schulz
@@ -274,7 +275,7 @@ def _run(group: dict, function: Callable, *args):
     try:
         if key not in _compiled:  # a code object each, because Dynamo limits the graphs of one
             own_code = types.FunctionType(function.__code__.replace(), function.__globals__)
-            _compiled[key] = torch.compile(own_code, dynamic=True, fullgraph=True)
+            _compiled[key] = torch.compile(own_code, dynamic=True)  # with fullgraph, torch 2.13 may fail after it has run the function
         return _compiled[key](*args)
     except torch.OutOfMemoryError:
         raise

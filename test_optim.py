@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.utils.flop_counter import FlopCounterMode
 
 import optim
 from optim import NS_COEFFICIENTS, VARIANTS, AdamW, Muon, newton_schulz
@@ -1080,6 +1081,22 @@ def test_groups_of_different_options_share_no_graph_limit(monkeypatch):
     opt = Muon([dict(params=[p], **option) for p, option in zip(params, options)])
     run(opt, params, 2)
     assert len(codes) == len(set(map(id, codes))) == 2 * 3  # before and after Newton-Schulz; the first two groups differ in numbers
+
+
+def test_where_dynamo_does_not_compile_a_step_is_taken_once(monkeypatch):
+    """Torch's FLOP counter keeps it off, as TORCH_COMPILE_DISABLE=1 does; in place, so that a second run of the rule would show."""
+    results = []
+    for compile in (False, True):
+        monkeypatch.setattr(optim, "_compiled", {})
+        params, others = parameters((8, 4)), parameters((6, 5))
+        opts = Muon(params, lr=0.1, ns_dtype=torch.float32, compile=compile), AdamW(others, state_dtype=torch.float64, compile=compile)
+        with FlopCounterMode(display=False):
+            for opt, own in zip(opts, (params, others)):
+                optim._compiled.pop(None, None)  # of the one before
+                run(opt, own, 1)
+        results.append([*params, *others, *opts[0].state[params[0]].values(), *opts[1].state[others[0]].values()])
+    for eager, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(eager, compiled, rtol=1e-6, atol=1e-8)
 
 
 def test_compiled_is_eager_behind_newton_schulz_too():

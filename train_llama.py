@@ -400,7 +400,7 @@ def rope_tables(length: int, width: int, where=None) -> tuple[Tensor, Tensor]:
     return angle.cos(), angle.sin()
 
 
-# MKL 2024.2 may compute a first call imprecisely if it is on several threads (pytorch issue 188792); these are on one
+# MKL 2024.2 may compute a first call on several threads imprecisely (pytorch issue 188792); these are on one
 for first_call in (torch.cos, torch.sin, torch.exp):
     first_call(torch.zeros(1))
 
@@ -499,6 +499,8 @@ class Model(nn.Module):
         """torch.compile of a block and of the loss: all blocks share one graph, so a deep model compiles as fast as a shallow one."""
         if torch._inductor.config.cpp.vec_isa_ok is None:  # TORCHINDUCTOR_VEC_ISA_OK=0 turns vectors off
             torch._inductor.config.cpp.vec_isa_ok = True  # 10 s of compiling go into asking the compiler what /proc/cpuinfo says
+        if not torch.compiler.config.cache_key_tag:  # the cache of torch takes code for other vectors, which gives NaN
+            torch.compiler.config.cache_key_tag = torch.backends.cpu.get_cpu_capability()
         torch._dynamo.config.optimize_ddp = False  # it would cut that graph at DDP's buckets; gradients leave block by block anyway
         for block in self.blocks:
             block.compile(dynamic=False)
@@ -1140,6 +1142,7 @@ def train() -> dict:
         raise UserError(f"a run {run} exists already ({log_path}, {checkpoints.folder}); choose another --run_name, or go on with "
                         "--resume=auto")
     facts = dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__, platform=platform.platform(),
+                 **({"cuda": f"{torch.version.cuda}, cudnn {torch.backends.cudnn.version()}"} if where.type == "cuda" else {}),
                  device=(torch.cuda.get_device_name(where) if where.type == "cuda" else
                          f"{where.type} {cpu_name()}, {torch.get_num_threads()} threads"),
                  world_size=world, dtype_used="bfloat16 autocast" if bf16 else "float32",
@@ -1178,14 +1181,20 @@ def train() -> dict:
     synchronize = (lambda: torch.cuda.synchronize(where)) if where.type == "cuda" else (lambda: None)
     compile_start = time.perf_counter()
     validate = lambda: evaluate(raw.logits, val_shards, where, autocast, rank, world)
-    try:
-        val_loss, val_acc = validate()
-    except torch._dynamo.exc.TorchDynamoException as error:
-        if rank == 0:
-            print(f"runs uncompiled, so slower: torch.compile failed ({type(error).__name__}); install a C++ compiler, or pass "
-                  "--compile=false", file=sys.stderr)
-        torch.compiler.set_stance("force_eager")
-        val_loss, val_acc = validate()
+
+    def compiling(function):
+        """What compiles on its first call; where that fails all goes on uncompiled."""
+        try:
+            return function()
+        except torch._dynamo.exc.TorchDynamoException as error:
+            if rank == 0:
+                print(f"runs uncompiled, so slower: torch.compile failed ({type(error).__name__}); install a C++ compiler, or pass "
+                      "--compile=false", file=sys.stderr)
+            torch.compiler.set_stance("force_eager")
+            raw.zero_grad()
+            return function()
+
+    val_loss, val_acc = compiling(validate)
     if step == 0:
         log(f"step:0/{max_iters} val_loss:{val_loss:.5f} train_time:0.000s val_acc:{val_acc:.4f}")
     devices = [torch.cuda.current_device()] if where.type == "cuda" else None
@@ -1210,7 +1219,9 @@ def train() -> dict:
     def clip() -> Tensor:
         """Scales the gradient to a global norm of at most grad_clip; makes it NaN, which optimizers skip, if that is not finite."""
         grads = [p.grad for p in parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads)
+        # a CPU's norm of 40 M numbers in one piece is 0.3 % too small
+        parts = [part for g in grads for part in g.flatten().split(2**20)] if where.type == "cpu" else grads
+        norm = torch.nn.utils.get_total_norm(parts)
         scale = (grad_clip / (norm + 1e-6)).clamp(max=1) if grad_clip else torch.ones_like(norm)
         scale = torch.where(norm.isfinite(), scale, math.nan)
         if where.type != "cpu" or scale != 1:  # a CPU need not pass over memory once more; a GPU would have to wait to know
@@ -1224,7 +1235,7 @@ def train() -> dict:
             opt.step()
             opt.zero_grad(set_to_none=world == 1 or accumulate == 1)  # else gradients stay views of DDP's buckets, or memory has both
 
-    gradient(step, accumulate - 1)  # one micro-batch: from then on gradients are views of DDP's buckets
+    compiling(lambda: gradient(step, accumulate - 1))  # one micro-batch: from then on gradients are views of DDP's buckets
     clip()
     optimize(0.0)
     optimizers = build_optimizers(raw, compile, ns_dtype)
@@ -1408,6 +1419,9 @@ def main(argv: list[str]) -> dict:
         return train()
     finally:
         Watch.done.set()
+        for thread in threading.enumerate():
+            if isinstance(thread, Watch):  # inside a call of the store it would abort the process as that ends
+                thread.join(5)
         for number, handler in before.items():
             signal.signal(number, handler)
 

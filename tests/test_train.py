@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -199,6 +200,7 @@ def work(jobs: list[dict]) -> None:
             module.main(flags(**job["flags"], **job.get("rank" + rank, {})))
         except module.UserError as error:
             kept["error"] = str(error)
+        kept["watching"] = any(isinstance(thread, module.Watch) for thread in threading.enumerate())
         if dist.is_initialized():
             time.sleep(0.2)  # for gloo's threads to let go of their tensors: its destructor would wait for them for ever
             dist.destroy_process_group()
@@ -674,6 +676,31 @@ def test_without_a_compiler_it_runs_eagerly_after_one_warning(place):
     assert eager.keys() == uncompiled.keys() and all(eager[key] == pytest.approx(uncompiled[key], abs=1e-4) for key in eager)
 
 
+def test_a_training_graph_that_does_not_compile_runs_eagerly(capfd):
+    """Validation has compiled by then; only the loss of the first update fails."""
+    def broken(graph, inputs):
+        raise NotImplementedError
+    module = fresh()
+    module.Model.compile_parts = lambda self: setattr(self, "loss", torch.compile(self.loss, backend=broken))
+    try:
+        module.main(flags(compile=True, run_name="broken"))
+    finally:
+        torch.compiler.set_stance("default")
+    assert capfd.readouterr().err.count("runs uncompiled, so slower: torch.compile failed (BackendCompilerFailed)") == 1
+    train(run_name="eager")
+    assert losses("logs/broken.txt") == losses("logs/eager.txt")
+
+
+@pytest.mark.parametrize("tag", ["", "mine"])
+def test_the_cache_of_graphs_tells_the_vectors_of_the_cpu(tag):
+    """Torch's key lacks them, and code for AVX-512 gave NaN on AVX2. Nothing is compiled here."""
+    module = fresh()
+    module.configure(flags())
+    with torch.compiler.config.patch(cache_key_tag=tag):
+        module.Model(320).compile_parts()
+        assert torch.compiler.config.cache_key_tag == (tag or torch.backends.cpu.get_cpu_capability())
+
+
 def test_every_command_that_is_shown_runs():
     """Of README and of both scripts' docstrings: known flags in the right place, and a batch that its ranks can share."""
     texts, found = [(ROOT / "README.md").read_text(), *((ROOT / f"train_{kind}.py").read_text()[:1500] for kind in ("gpt", "llama"))], 0
@@ -782,6 +809,7 @@ def test_saved_on_two_ranks_resumed_on_one_and_four(ranks, monkeypatch):
                                            ("lonely", "in its checkpoint")])
 def test_ranks_that_differ_stop_and_say_in_what(ranks, what, expected):
     assert all(expected in part["error"] for part in left(ranks, what))
+    assert not any(part["watching"] for part in left(ranks, what))  # inside a call of the store it would abort the process as that ends
 
 
 def test_a_checkpoint_holds_plain_types_and_raw_names():

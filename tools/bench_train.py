@@ -512,7 +512,8 @@ def main(argv: list[str]) -> str:
             **({"gpu": torch.cuda.get_device_name()} if gpu else
                {"matmul": f"{rate / 1e9:,.0f} GFLOP/s in {'bf16' if autocast else 'fp32'} on the shapes of the weights and a micro-batch, "
                           "forward and backward"}),
-            "versions": f"python {platform.python_version()}, torch {torch.__version__}, {platform.platform()}",
+            "versions": f"python {platform.python_version()}, torch {torch.__version__}, "
+                        + (f"cuda {torch.version.cuda}, cudnn {torch.backends.cudnn.version()}, " if gpu else "") + platform.platform(),
             "model": f"{args.script}, {first['parameters']:,} parameters, {t.n_layer} layers, {t.n_head} heads, {t.n_embd} wide, "
                      f"{first['flops'] / 1e6:.2f} MFLOP a token",
             "update": f"{t.batch_size} x {t.block_size} tokens, micro-batches of {t.micro_batch_size or 'batch / ranks'}; data: "
