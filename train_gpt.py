@@ -365,10 +365,10 @@ def to_device(tokens: np.ndarray, where: torch.device) -> tuple[Tensor, Tensor]:
 # ======================================================================================================================
 # model
 # ----------------------------------------------------------------------------------------------------------------------
-def rotate(x_BHTK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE: the pairs (k, k + K/2) turned by an angle that grows with t; cos and sin are (T, K/2)."""
-    a, b = x_BHTK.chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).type_as(x_BHTK)
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE: the pairs (k, k + K/2) turned by an angle that grows with t; x is (B, H, T, K), cos and sin are (T, K/2)."""
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).type_as(x)
 
 
 def rope_tables(length: int, width: int, where=None) -> tuple[Tensor, Tensor]:
@@ -384,12 +384,15 @@ for first_call in (torch.cos, torch.sin, torch.exp):
 FUTURE_TT = torch.full((512, 512), -math.inf, dtype=torch.bfloat16).triu(1)  # -inf where the key comes after the query
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention, all (B, H, T, K). On a CPU, up to 512 tokens: plain products, whose backward is faster than the fused
-    kernel's; 128 queries at a time, so that much of the future is never computed; divided last, on (T, K) instead of (T, T)."""
-    T = q.size(2)
-    if q.device.type != "cpu" or T > len(FUTURE_TT):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+def attend(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Causal attention with RoPE, all (B, T, H, K). On a CPU, up to 512 tokens: plain products, whose backward is faster than the
+    fused kernel's; 128 queries at a time, so that much of the future is never computed; divided last, on (T, K) instead of (T, T)."""
+    T = q.size(1)
+    if q.device.type != "cpu" or T > len(FUTURE_TT):  # the kernel's result lies in memory like q: turned here, nothing is copied
+        q, k = (rotate(x, cos[:, None], sin[:, None]) for x in (q, k))
+        return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, K)
+    q, k = (rotate(x, cos, sin) for x in (q, k))
     parts = []
     for i in range(0, T, 128):
         j = min(i + 128, T)
@@ -397,7 +400,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         weights_BHQT = torch.exp(scores_BHQT - scores_BHQT.amax(-1, keepdim=True).detach())
         sums_BHQ1 = weights_BHQT.sum(-1, keepdim=True, dtype=torch.promote_types(q.dtype, torch.float32))
         parts.append((weights_BHQT @ v[:, :, :j] / sums_BHQ1).type_as(v))
-    return torch.cat(parts, 2)
+    return torch.cat(parts, 2).transpose(1, 2)
 
 
 class Attention(nn.Module):
@@ -408,9 +411,8 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD, cos, sin):
         B, T, D = x_BTD.shape
-        q, k, v = (part.transpose(1, 2) for part in self.qkv(x_BTD).view(B, T, 3, n_head, -1).unbind(2))  # each (B, H, T, K)
-        y_BHTK = attend(rotate(q, cos, sin), rotate(k, cos, sin), v)
-        return self.proj(y_BHTK.transpose(1, 2).reshape(B, T, D))
+        q, k, v = self.qkv(x_BTD).view(B, T, 3, n_head, -1).unbind(2)  # each (B, T, H, K)
+        return self.proj(attend(q, k, v, cos, sin).reshape(B, T, D))
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -648,8 +650,8 @@ def memory_estimate(model: nn.Module, world: int, gpu: bool, bf16: bool) -> dict
     block = tokens * (n_embd * (7 * act + 4) + sum(inner) * act)  # both norms, q k v y, attention's output; the residual in fp32
     if block_size <= 512 and not gpu:
         block += tokens * n_head * block_size * act          # the attention weights, see attend
-    else:
-        block += tokens * n_embd * (3 if "attn.qkv" in parts else 1) * act  # torch's kernel: y is copied, v keeps all of qkv
+    elif "attn.qkv" in parts:
+        block += tokens * n_embd * 2 * act                   # the fused kernel keeps v, a view, and so all of qkv
     if not compile and "mlp.gate" in parts:  # silu's result, copies that autocast makes for each product, what RMSNorm keeps on a CPU
         block += tokens * (inner[0] * act + n_embd * ((4 * act if bf16 else 0) + (0 if gpu else 8)))
     kept = tokens * n_embd * 4 * n_layer + block if activation_checkpointing else block * n_layer
