@@ -233,8 +233,9 @@ def _after(after, W, O, G, S, h, noise, ok):
     _write(W, W.to(O.dtype) * (1 - h.lr * h.weight_decay) - h.lr * scale * O, noise, ok)
 
 
-def _adamw(W, G, S, lr, weight_decay, beta1, beta2, bias1, bias2, eps, noise, ok):
-    """AdamW (Loshchilov & Hutter, 2019) for one tensor of any shape."""
+def _adamw(W, G, S, lr, weight_decay, beta1, beta2, bias1, bias2, eps, noise, largest):
+    """AdamW (Loshchilov & Hutter, 2019) for one tensor of any shape; `largest` in absolute value is the gradient's, of all ranks."""
+    ok = largest.isfinite()
     G, old = _clean(G, ok), _upcast(S)
     M = beta1 * old["exp_avg"] + (1 - beta1) * G
     V = beta2 * old["exp_avg_sq"] + (1 - beta2) * G**2
@@ -375,8 +376,8 @@ class _Sharded(torch.optim.Optimizer):
             if _world() > 1:
                 exchanges.append(self._exchange(bucket, [self._own(p, p.detach()) for p in bucket]))
         for received in exchanges:
-            for p, start, stop, units in received():
-                self._units(p.detach())[start:stop].copy_(units)
+            if places := [(self._units(p.detach())[start:stop], units) for p, start, stop, units in received()]:
+                torch._foreach_copy_(*map(list, zip(*places)))
         if finite:
             bad = sum((~ok).sum().to(finite[0].device) for ok in finite)
             self.skipped = self.skipped + bad
@@ -671,16 +672,15 @@ class AdamW(_Sharded):
     def _update(self, group, params):
         W, G = [self._own(p, p.detach()) for p in params], [self._own(p, p.grad) for p in params]
         M, V = ([self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq"))
-        dtype, finite = W[0].dtype, []
+        dtype = W[0].dtype
         if W[0].device.type == "cpu" and dtype in (torch.float32, torch.float64) and all(t.dtype == dtype for t in (*G, *M, *V)):
             return self._fused(group, params, W, G, M, V)
-        for p, w, g, m, v in zip(params, W, G, M, V):
-            ok = torch.isfinite(p.grad.amin()) & torch.isfinite(p.grad.amax())  # of all rows, so that all ranks agree
+        largest = torch._foreach_norm([p.grad for p in params], math.inf)  # of all rows, so that all ranks agree
+        for p, w, g, m, v, size in zip(params, W, G, M, V, largest):
             hyper = (group["lr"], group["weight_decay"], *group["betas"], *(1 - b ** self.state[p]["step"] for b in group["betas"]))
             _run(group, _adamw, w, g, dict(exp_avg=m, exp_avg_sq=v), *(_scalar(x, p) for x in hyper), group["eps"],
-                 _noise(group, w), ok)
-            finite.append(ok)
-        return finite
+                 _noise(group, w), size)
+        return [torch.stack(largest).isfinite()]
 
     def _fused(self, group, params, W, G, M, V):
         """_update in torch's kernel for a CPU, where calling a compiled graph takes longer than updating a small tensor."""
