@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-for dtype in (torch.float32, torch.float64):
-    torch.ones(1, dtype=dtype).sqrt()  # MKL 2024.2 may compute a first call on several threads imprecisely (pytorch issue 188792)
+# MKL 2024.2 may compute a first call on several threads imprecisely (pytorch issue 188792); these are on one
+torch.ones(1, dtype=torch.float32, device="cpu").sqrt(), torch.ones(1, dtype=torch.float64, device="cpu").sqrt()
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Newton-Schulz
@@ -675,7 +675,8 @@ class AdamW(_Sharded):
         dtype = W[0].dtype
         if W[0].device.type == "cpu" and dtype in (torch.float32, torch.float64) and all(t.dtype == dtype for t in (*G, *M, *V)):
             return self._fused(group, params, W, G, M, V)
-        largest = torch._foreach_norm([p.grad for p in params], math.inf)  # of all rows, so that all ranks agree
+        grads = [p.grad for p in params]  # all rows, so that all ranks agree
+        largest = [g.abs().amax() for g in grads] if W[0].device.type == "mps" else torch._foreach_norm(grads, math.inf)  # MPS's drops NaN
         for p, w, g, m, v, size in zip(params, W, G, M, V, largest):
             hyper = (group["lr"], group["weight_decay"], *group["betas"], *(1 - b ** self.state[p]["step"] for b in group["betas"]))
             _run(group, _adamw, w, g, dict(exp_avg=m, exp_avg_sq=v), *(_scalar(x, p) for x in hyper), group["eps"],

@@ -389,7 +389,7 @@ def to_device(tokens: np.ndarray, where: torch.device) -> tuple[Tensor, Tensor]:
 # model
 # ----------------------------------------------------------------------------------------------------------------------
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE: the pairs (k, k + K/2) turned by an angle that grows with t; x is (B, H, T, K), cos and sin are (T, K/2)."""
+    """RoPE: the pairs (k, k + K/2) turned by an angle that grows with t; x is (..., K), cos and sin (..., K/2)."""
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).type_as(x)
 
@@ -402,7 +402,7 @@ def rope_tables(length: int, width: int, where=None) -> tuple[Tensor, Tensor]:
 
 # MKL 2024.2 may compute a first call on several threads imprecisely (pytorch issue 188792); these are on one
 for first_call in (torch.cos, torch.sin, torch.exp):
-    first_call(torch.zeros(1))
+    first_call(torch.zeros(1, device="cpu"))
 
 FUTURE_TT = torch.full((512, 512), -math.inf, dtype=torch.bfloat16).triu(1)  # -inf where the key comes after the query
 
@@ -667,13 +667,13 @@ def memory_estimate(model: nn.Module, world: int, gpu: bool, bf16: bool) -> dict
         for p in group.values():
             state += sum(p.size(0) if name == "row_moment" else p.numel() for name in buffers)
     tokens, act = micro_batch_size * block_size, 2 if bf16 else 4
-    inner, parts = [max(p.shape) for p in model.blocks[0].mlp.parameters()], dict(model.blocks[0].named_modules())
+    inner = [max(p.shape) for p in model.blocks[0].mlp.parameters()]
     block = tokens * (n_embd * (7 * act + 4) + sum(inner) * act)  # both norms, q k v y, attention's output; the residual in fp32
     if block_size <= 512 and not gpu:
         block += tokens * n_head * block_size * act          # the attention weights, see attend
-    elif "attn.qkv" in parts:
+    elif any(p.shape == (3 * n_embd, n_embd) for p in model.blocks[0].parameters()):
         block += tokens * n_embd * 2 * act                   # the fused kernel keeps v, a view, and so all of qkv
-    if not compile and "mlp.gate" in parts:  # silu's result, copies that autocast makes for each product, what RMSNorm keeps on a CPU
+    if not compile and len(inner) == 3:  # the Llama: silu's result, autocast's copies for each product, what RMSNorm keeps on a CPU
         block += tokens * (inner[0] * act + n_embd * ((4 * act if bf16 else 0) + (0 if gpu else 8)))
     kept = tokens * n_embd * 4 * n_layer + block if activation_checkpointing else block * n_layer
     kept += tokens * (n_embd * (act + 4) + model.embed.weight.size(0) * (2 * act if compile else act + 8))  # the loss: logits, gradient
@@ -1065,6 +1065,11 @@ def keep_memory() -> None:
             mallopt(option, value)
 
 
+def total_norm(grads: list[Tensor]) -> Tensor:
+    """The global norm, a scalar. In parts on a CPU: in one piece that of 40 M numbers is 0.3 % too small."""
+    return torch.nn.utils.get_total_norm([part for g in grads for part in (g.flatten().split(2**20) if g.device.type == "cpu" else [g])])
+
+
 def train() -> dict:
     """One run, from globals to checkpoint; returns its last figures."""
     # ---- ranks and device
@@ -1192,16 +1197,14 @@ def train() -> dict:
             if rank == 0:
                 print(f"runs uncompiled, so slower: torch.compile failed ({type(error).__name__}); install a C++ compiler, or pass "
                       "--compile=false", file=sys.stderr)
-            torch.compiler.set_stance("force_eager")
-            raw.zero_grad()
-            return function()
+        torch.compiler.set_stance("force_eager")  # out here: the error holds the activations
+        raw.zero_grad()
+        return function()
 
     val_loss, val_acc = compiling(validate)
     if step == 0:
         log(f"step:0/{max_iters} val_loss:{val_loss:.5f} train_time:0.000s val_acc:{val_acc:.4f}")
-    devices = [torch.cuda.current_device()] if where.type == "cuda" else None
-    parallel = DDP(raw, device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=False) if world > 1 else raw
-    parameters = list(raw.parameters())
+    parallel, parameters = raw, list(raw.parameters())
 
     def gradient(step: int, start: int = 0) -> Tensor:
         """Leaves the mean gradient of update `step`'s batch, from micro-batch `start` on, in .grad; returns its mean loss on this rank."""
@@ -1221,9 +1224,7 @@ def train() -> dict:
     def clip() -> Tensor:
         """Scales the gradient to a global norm of at most grad_clip; makes it NaN, which optimizers skip, if that is not finite."""
         grads = [p.grad for p in parameters if p.grad is not None]
-        # a CPU's norm of 40 M numbers in one piece is 0.3 % too small
-        parts = [part for g in grads for part in g.flatten().split(2**20)] if where.type == "cpu" else grads
-        norm = torch.nn.utils.get_total_norm(parts)
+        norm = total_norm(grads)
         scale = (grad_clip / (norm + 1e-6)).clamp(max=1) if grad_clip else torch.ones_like(norm)
         scale = torch.where(norm.isfinite(), scale, math.nan)
         if where.type != "cpu" or scale != 1:  # a CPU need not pass over memory once more; a GPU would have to wait to know
@@ -1237,7 +1238,12 @@ def train() -> dict:
             opt.step()
             opt.zero_grad(set_to_none=world == 1 or accumulate == 1)  # else gradients stay views of DDP's buckets, or memory has both
 
-    compiling(lambda: gradient(step, accumulate - 1))  # one micro-batch: from then on gradients are views of DDP's buckets
+    devices = [torch.cuda.current_device()] if where.type == "cuda" else None
+    compiling(lambda: gradient(step, accumulate - 1))  # one micro-batch, before DDP, which takes no second attempt
+    if world > 1:
+        raw.zero_grad()
+        parallel = DDP(raw, device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=False)
+        gradient(step, accumulate - 1)  # from then on gradients are views of DDP's buckets
     clip()
     optimize(0.0)
     optimizers = build_optimizers(raw, compile, ns_dtype)
