@@ -169,7 +169,7 @@ def test_suite_a_1_2b_fits_32_gb_on_each_of_8(optimizer):
 
 
 @pytest.mark.parametrize("script, changes", [
-    ("train_gpt.py", ["--optimizer=adamw", "--block_size=128"]),
+    ("train_gpt.py", ["--optimizer=adamw"]), ("train_llama.py", ["--optimizer=adamw", "--activation_checkpointing=true"]),
     ("train_llama.py", ["--optimizer=adamw", "--block_size=1024", "--batch_size=2", "--val_tokens=1024", "--activation_checkpointing=true"]),
     ("train_gpt.py", ["--batch_size=1", "--n_embd=256", "--compile=false"]),
     ("train_gpt.py", ["--optimizer=adamw", "--block_size=1024", "--batch_size=2", "--val_tokens=1024", "--compile=false"]),
@@ -177,17 +177,17 @@ def test_suite_a_1_2b_fits_32_gb_on_each_of_8(optimizer):
     ("train_llama.py", ["--optimizer=adamw", "--batch_size=4", "--dtype=float32", "--compile=false"]),
     ("train_llama.py", ["--optimizer=adamw", "--activation_checkpointing=true", "--batch_size=4", "--n_embd=256", "--compile=false"])])
 def test_the_memory_estimate_is_within_a_tenth_of_the_measured_peak(bench, script, changes):
-    """Of all tensors during two updates, by the profiler's allocator events; the third case is dominated by the optimizer, which
-    alone is compiled there, and only there."""
+    """Of all tensors during three updates, by the profiler's allocator events; the case of one sequence is dominated by the optimizer,
+    which alone is compiled there."""
     t, models = fresh(script), []
     build = t.build_optimizers
 
     def building(model, compiled, ns_dtype):
         models.append(model)
-        return build(model, t.optimizer != "adamw", ns_dtype)
+        return build(model, True, ns_dtype)
     t.build_optimizers = building
     flags = ["--dataset=tiny", "--n_layer=4", "--n_embd=128", "--block_size=256", "--batch_size=16", "--dtype=bfloat16", "--device=cpu",
-             "--max_iters=2", "--val_tokens=256", "--sample_tokens=0", "--run_name=memory"]
+             "--max_iters=3", "--val_tokens=256", "--sample_tokens=0", "--run_name=memory"]
     t.Checkpoints.save = t.to_host = lambda *args: None  # copies of the state for a checkpoint come on top
     t.evaluate = lambda *args: (5.0, 0.0)  # it needs less than an update, and a graph of its own that takes long to compile
     gc.collect()  # tensors of an earlier test that are freed later would be subtracted

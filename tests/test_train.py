@@ -709,7 +709,7 @@ def test_without_a_compiler_it_runs_eagerly_after_one_warning(place):
 def test_a_training_graph_that_does_not_compile_runs_eagerly(capfd):
     """Validation compiles nothing here; the loss of the first update fails."""
     def broken(graph, inputs):
-        raise NotImplementedError
+        raise RuntimeError("no compiler")
     module = fresh()
     module.Model.compile_parts = lambda self: setattr(self, "loss", torch.compile(self.loss, backend=broken))
     try:
