@@ -13,6 +13,7 @@ Shapes: W, G, M, Γ are (..., m, n), m the output and n the input dimension. Sym
 λ weight decay, γ the coefficient of Muon-NSR, ε the gates' stabiliser, hat bias-corrected, tilde with Nesterov's lookahead.
 """
 import contextlib
+import itertools
 import math
 import types
 import warnings
@@ -23,8 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-# MKL 2024.2 may compute a first call on several threads imprecisely (pytorch issue 188792); these are on one
-torch.ones(1, dtype=torch.float32, device="cpu").sqrt(), torch.ones(1, dtype=torch.float64, device="cpu").sqrt()
+# MKL 2024.2 may be imprecise where a function's first call takes several threads (pytorch issue 188792): these calls take one
+for precision in (torch.float32, torch.float64):
+    torch.ones(1, dtype=precision, device="cpu").sqrt()
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Newton-Schulz
@@ -191,9 +193,9 @@ class Variant(NamedTuple):
     after: Callable | None = None
 
 
-# A variant of yours: a function above and a line here. It is then an --optimizer of both train scripts, sharded, saved and compiled, and
-# tests train it; test_optim.Reference wants its float64 form. A hyperparameter of its own is a field of Hyper that Muon.__init__ takes
-# and _hyper fills, and a global of the scripts that build_optimizers hands on.
+# To add a variant, write a function above and a line here: both train scripts then take it as --optimizer, it is sharded, saved, compiled,
+# and trained by the tests; test_optim.Reference needs its float64 form. A new hyperparameter is a field of Hyper, an argument of Muon that
+# _hyper fills in, and a global of the scripts that build_optimizers passes on.
 VARIANTS = {
     "muon": Variant(muon, ("momentum",)),
     "muon-nsr": Variant(muon_nsr, ("momentum", "variance")),
@@ -263,8 +265,9 @@ def _write(W, new, noise, ok):
     W.copy_(torch.where(ok, new.to(W.dtype), W))
 
 
-CONSTANT = "variant", "nesterov", "adjust_lr_fn", "eps", "ns_eps", "state_dtype", "stochastic_rounding"  # in a graph; others are tensors
-_compiled: dict = {}  # (function, constants) -> its compiled form; None -> torch.compile failed
+# options that are constants of a compiled graph; all others reach it as tensors
+CONSTANT = ("variant", "nesterov", "adjust_lr_fn", "eps", "ns_eps", "state_dtype", "stochastic_rounding")
+_compiled = {}  # (function, constants) -> its compiled form; None -> torch.compile failed
 
 
 def _run(group: dict, function: Callable, *args):
@@ -328,12 +331,10 @@ class _Sharded(torch.optim.Optimizer):
 
     def _layout(self) -> list[tuple[dict, list[Tensor]]]:
         """[(group, its parameters of one shape, dtype and device)]; sets _ranges: parameter -> (first, last + 1) unit of each rank."""
-        if self._ranks not in (None, _world()):
-            if self.state:
-                raise RuntimeError(f"{type(self).__name__} has split its state over {self._ranks} ranks, now there are {_world()}: call "
-                                   "init_process_group before the first step, and destroy_process_group after the last state_dict")
-            self._buckets = None
-        if self._buckets is None:
+        if self.state and self._ranks not in (None, _world()):
+            raise RuntimeError(f"{type(self).__name__} has split its state over {self._ranks} ranks, now there are {_world()}: call "
+                               "init_process_group before the first step, and destroy_process_group after the last state_dict")
+        if self._buckets is None or self._ranks != _world():
             self._buckets, self._ranges, self._ranks, load = [], {}, _world(), [0] * _world()
             for group in self.param_groups:  # in this order, so that a group that is added later moves nothing
                 alike: dict = {}
@@ -376,8 +377,9 @@ class _Sharded(torch.optim.Optimizer):
             if _world() > 1:
                 exchanges.append(self._exchange(bucket, [self._own(p, p.detach()) for p in bucket]))
         for received in exchanges:
-            if places := [(self._units(p.detach())[start:stop], units) for p, start, stop, units in received()]:
-                torch._foreach_copy_(*map(list, zip(*places)))
+            if found := received():
+                theirs = [self._units(p.detach())[start:stop] for p, start, stop, _ in found]
+                torch._foreach_copy_(theirs, [units for *_, units in found])
         if finite:
             bad = sum((~ok).sum().to(finite[0].device) for ok in finite)
             self.skipped = self.skipped + bad
@@ -423,18 +425,20 @@ class _Sharded(torch.optim.Optimizer):
         for i, (p, step) in enumerate(zip(params, steps)):
             if step == 0:
                 continue
-            packed["state"][i] = {"step": step}
-            for name, mine in (self.state.get(p) or self._new_state(group_of[p], p)).items():
-                if name != "step":
-                    whole = mine
-                    if _world() > 1:
-                        whole = mine.new_empty(len(self._units(p)), *mine.shape[1:])
-                        start, stop = self._ranges[p][_rank()]
-                        whole[start:stop] = mine
-                        for _, start, stop, units in self._exchange([p], [mine])():
-                            whole[start:stop] = units
-                    packed["state"][i][name] = whole.view(self._whole_shape(p, mine))
+            own = self.state.get(p) or self._new_state(group_of[p], p)
+            packed["state"][i] = {name: step if name == "step" else self._gathered(p, mine) for name, mine in own.items()}
         return packed
+
+    def _gathered(self, p: Tensor, mine: Tensor) -> Tensor:
+        """A buffer of all of p's units, in its whole shape; mine: this rank's part, which with one rank is all of it."""
+        whole = mine
+        if _world() > 1:
+            whole = mine.new_empty(len(self._units(p)), *mine.shape[1:])
+            start, stop = self._ranges[p][_rank()]
+            whole[start:stop] = mine
+            for _, start, stop, units in self._exchange([p], [mine])():
+                whole[start:stop] = units
+        return whole.view(self._whole_shape(p, mine))
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict) -> None:
@@ -537,7 +541,7 @@ class Muon(_Sharded):
             raise ValueError(f"parameter {i} of shape {tuple(p.shape)} is not contiguous: call .contiguous() before building Muon")
 
     def _units(self, t):
-        return t.unsqueeze(0) if t.ndim == 2 else t.reshape(-1, *t.shape[-2:])
+        return t.reshape(-1, *t.shape[-2:])
 
     def _whole_shape(self, p, mine):
         return p.shape[:-2] + mine.shape[1:]
@@ -550,10 +554,10 @@ class Muon(_Sharded):
         """Each matrix of this shape to the rank with the least work so far; a rank's matrices are neighbours."""
         count = [0] * len(load)
         for _ in range(sum(len(self._units(p)) for p in params)):
-            r = min(range(len(load)), key=load.__getitem__)
+            r = load.index(min(load))
             count[r] += 1
             load[r] += self._cost(params[0])
-        ends = [sum(count[:r + 1]) for r in range(len(count))]
+        ends = list(itertools.accumulate(count))
         at = 0
         for p in params:
             units = len(self._units(p))
@@ -583,8 +587,8 @@ class Muon(_Sharded):
         X = W[0].new_empty(sum(sizes), *sorted(W[0].shape[-2:]), dtype=group["ns_dtype"])
         ok = [_run(group, _before, rule.proxy, *args) for args in zip(G, S, h, X.split(sizes))]
         O = _iterate(X, group["ns_steps"]).split(sizes)
-        for batch, w, *args, fine in zip(batches, W, O, G, S, h, ok):
-            _run(group, _after, rule.after, w, *args, _noise(group, w), fine)
+        for batch, w, o, g, s, hyper, fine in zip(batches, W, O, G, S, h, ok):
+            _run(group, _after, rule.after, w, o, g, s, hyper, _noise(group, w), fine)
             if len(batch) > 1:
                 own = [self._own(p, p.detach()) for p in batch]
                 torch._foreach_copy_(own, w.split([len(part) for part in own]))
@@ -594,8 +598,8 @@ class Muon(_Sharded):
     def _portions(params) -> list[list[list[Tensor]]]:
         """What Newton-Schulz takes at once, and in it what the passes take at once: on a GPU as much as memory is cheap for, because
         launches cost; on a CPU enough for all cores and for the cache, and single parameters, because copies cost."""
-        cpu = params[0].device.type == "cpu"
-        size = max(torch.get_num_threads(), 2**20 // params[0].numel()) if cpu else max(1, 2**27 // params[0].numel())
+        cpu, numel = params[0].device.type == "cpu", params[0].numel()
+        size = max(torch.get_num_threads(), 2**20 // numel) if cpu else max(1, 2**27 // numel)
         chunks = [params[i:i + size] for i in range(0, len(params), size)]
         return [[[p] for p in chunk] if cpu else [chunk] for chunk in chunks]
 
@@ -612,10 +616,10 @@ class Muon(_Sharded):
     def _hyper(self, group, p):
         m, n = p.shape[-2:]
         scale = {"original": max(1, m / n) ** 0.5, "match_rms_adamw": 0.2 * max(m, n) ** 0.5, "frobenius": None}[group["adjust_lr_fn"]]
-        lr, weight_decay, beta, beta2, gamma = (_scalar(group[k], p) for k in ("lr", "weight_decay", "momentum", "beta2", "gamma"))
-        return Hyper(lr=lr, weight_decay=weight_decay, beta=beta, beta2=beta2, gamma=gamma, bias=None,
-                     scale=None if scale is None else _scalar(scale, p),
-                     **{name: group[name] for name in ("eps", "ns_eps", "nesterov")})
+        scalar = lambda name: _scalar(group[name], p)
+        return Hyper(lr=scalar("lr"), weight_decay=scalar("weight_decay"), beta=scalar("momentum"), beta2=scalar("beta2"),
+                     gamma=scalar("gamma"), bias=None, scale=None if scale is None else _scalar(scale, p),
+                     eps=group["eps"], ns_eps=group["ns_eps"], nesterov=group["nesterov"])
 
     def _bias(self, group, params):
         bias = [1 - group["momentum"] ** self.state[p]["step"] for p in params for _ in range(len(self._own(p, p)))]

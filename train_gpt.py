@@ -42,6 +42,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
+import optim
 from optim import VARIANTS, AdamW, Muon
 
 # ======================================================================================================================
@@ -152,7 +153,7 @@ def configure(argv: list[str]) -> None:
     chosen = flags.get("preset", preset)
     names = [key for key in PRESETS if "/" not in key]
     choose("preset", chosen, names)
-    overrides = {**PRESETS[chosen]}
+    overrides = dict(PRESETS[chosen])
     wanted = flags.get("optimizer", overrides.get("optimizer", optimizer))
     choose("optimizer", wanted, ["adamw", *VARIANTS])
     overrides.update(PRESETS.get(f"{chosen}/{wanted}", {}))
@@ -161,7 +162,7 @@ def configure(argv: list[str]) -> None:
     for name, value in overrides.items():
         if name not in GLOBALS:
             near = difflib.get_close_matches(name, GLOBALS, 1, 0)[0]
-            raise UserError(f"the preset {chosen} sets {name}, which is no global; did you mean {near}?")
+            raise UserError(f"the preset {chosen} sets {name}, which is not a global; did you mean {near}?")
         if not isinstance(value, (str, int, float)):
             raise UserError(f"the preset {chosen} sets {name} to {value!r}, expected {type(globals()[name]).__name__}, such as "
                             f"{globals()[name]!r}")
@@ -191,26 +192,23 @@ def choose(name: str, value: str, choices: list[str]) -> None:
 
 
 def check_globals() -> None:
-    for name in ("n_layer", "n_head", "n_embd", "n_ffn", "block_size", "batch_size", "max_skipped", "rope_base",
-                 "log_interval", "eval_interval", "checkpoint_interval", "val_tokens", "keep_checkpoints", "timeout_minutes"):
-        if globals().get(name, 1) <= 0:
-            raise UserError(f"--{name}={globals()[name]}: expected a number above 0")
-    for name in ("max_iters", "micro_batch_size", "vocab_size", "learning_rate", "adam_lr", "weight_decay", "grad_clip", "gamma",
-                 "muon_eps", "ns_steps", "ns_eps", "adam_eps", "warmup_iters", "sample_tokens", "threads", "seed", "data_seed"):
-        if globals()[name] < 0:
-            raise UserError(f"--{name}={globals()[name]}: expected a number of at least 0")
-    for name in ("momentum", "beta2", "adam_beta1", "adam_beta2"):
-        if not 0 <= globals()[name] < 1:
-            raise UserError(f"--{name}={globals()[name]}: expected a number in [0, 1)")
-    for name in ("decay_frac", "min_lr_frac"):
-        if not 0 <= globals()[name] <= 1:
-            raise UserError(f"--{name}={globals()[name]}: expected a number in [0, 1]")
+    def expect(what: str, good, names: str) -> None:
+        for name in names.split():
+            if name in GLOBALS and not good(globals()[name]):  # n_ffn, norm_eps and init_std are the Llama's
+                raise UserError(f"--{name}={globals()[name]}: expected a number {what}")
+
+    expect("above 0", lambda x: x > 0, "n_layer n_head n_embd n_ffn block_size batch_size max_skipped rope_base init_std log_interval "
+           "eval_interval checkpoint_interval val_tokens keep_checkpoints timeout_minutes")
+    expect("of at least 0", lambda x: x >= 0, "max_iters micro_batch_size vocab_size learning_rate adam_lr weight_decay grad_clip gamma "
+           "muon_eps ns_steps ns_eps adam_eps norm_eps warmup_iters sample_tokens threads seed data_seed")
+    expect("in [0, 1)", lambda x: 0 <= x < 1, "momentum beta2 adam_beta1 adam_beta2")
+    expect("in [0, 1]", lambda x: 0 <= x <= 1, "decay_frac min_lr_frac")
     choose("schedule", schedule, ["constant", "cosine", "wsd"])
     choose("adjust_lr_fn", adjust_lr_fn, ["original", "match_rms_adamw", "frobenius"])
     choose("dtype", dtype, ["auto", "float32", "bfloat16"])
     choose("param_dtype", param_dtype, ["float32", "bfloat16"])
     if device:
-        choose("device", device.partition(":")[0], ["cpu", "cuda", "mps"])
+        choose("device", re.sub(r":\d+$", "", device), ["cpu", "cuda", "mps"])
     if n_embd % n_head or n_embd // n_head % 2:
         raise UserError(f"--n_embd={n_embd} gives {n_head} heads a width of {n_embd / n_head:g}; expected an even whole number; "
                         f"for instance --n_embd={max(2, round(n_embd / n_head / 2) * 2) * n_head}")
@@ -232,6 +230,12 @@ def usage() -> str:
 # data loader
 # ----------------------------------------------------------------------------------------------------------------------
 MAGIC, VERSION, HEADER = 20240520, 1, 256  # of llm.c's and modded-nanogpt's .bin: 256 int32, then uint16 tokens
+SOURCES = ("openwebtext", "fineweb", "fineweb10b", "fineweb10b-gpt2", "dclm", "c4")  # what `python prepare.py SOURCE` downloads
+
+
+def padded(ids: int) -> int:
+    """Up to a multiple of 64, so that the products with the head are fast."""
+    return -(-ids // 64) * 64
 
 
 class Shards:
@@ -241,42 +245,44 @@ class Shards:
     def __init__(self, name: str, split: str, rank: int = 0, world: int = 1):
         folder = Path(data_dir) / name
         self.files = shard_files(folder, split)
-        known = {preset["dataset"] for preset in PRESETS.values() if "dataset" in preset} | {"c4", "fineweb10b", "fineweb10b-gpt2"}
-        mend = "python prepare.py" + ("" if name == "pysrc" else f" {name}" if name in known else f" text --input PATH --name {name}")
+        place = f" --data_dir={data_dir}" if data_dir != "data" else ""
+        mend = "python prepare.py" + {"pysrc": ""}.get(name, f" {name}" if name in SOURCES else f" text --input PATH --name {name}") + place
         if not self.files:
             if any(folder.glob("*.bin")) and not (folder / "manifest.json").exists():  # another project's files
                 flag = "--val_dataset" if split == "val" else "--dataset"
-                mend = f"python prepare.py import {folder} --name {name}-shards` and give `{flag}={name}-shards"
+                mend = f"python prepare.py import {folder} --name {name}-shards{place}` and give `{flag}={name}-shards"
             raise UserError(f"no {split} shards in {folder} (*_{split}_NUMBER.bin): dataset {name!r} is not prepared; run `{mend}`")
         if missing := manifest_shards(folder, split) - {path.name for path in self.files}:
             raise UserError(f"{folder} lacks {', '.join(sorted(missing))}, which its manifest.json lists; run `{mend}` again")
         self.fds, self.vocab, self.eot, digest, sizes = [], 0, -1, hashlib.sha256(), []
         for i, path in enumerate(self.files):
             try:
-                self.fds.append(os.open(path, os.O_RDONLY))
-                header = np.frombuffer(os.pread(self.fds[-1], HEADER * 4, 0).ljust(HEADER * 4, b"\0"), np.int32)
-                length = os.fstat(self.fds[-1]).st_size
+                fd = os.open(path, os.O_RDONLY)
+                header = np.frombuffer(os.pread(fd, HEADER * 4, 0).ljust(HEADER * 4, b"\0"), np.uint32)
+                length = os.fstat(fd).st_size
             except OSError as error:
-                raise UserError(f"cannot read {path}: {error.strerror}; run `python prepare.py verify {name}`") from None
+                raise UserError(f"cannot read {path}: {error.strerror}; run `python prepare.py verify {name}{place}`") from None
             if header[0] != MAGIC or header[1] != VERSION:
-                raise UserError(f"{path} is no token shard: its first words are {header[:2].tolist()}, expected "
+                raise UserError(f"{path} is not a token shard: its first words are {header[:2].tolist()}, expected "
                                 f"[{MAGIC}, {VERSION}]; for a nanoGPT .bin run `python prepare.py import {path}`")
-            if length != HEADER * 4 + 2 * int(header[2]):
-                raise UserError(f"{path} is truncated or damaged: {length} bytes, expected {HEADER * 4 + 2 * int(header[2])} "
-                                f"for the {header[2]} tokens of its header; delete it and run `{mend}` again")
-            ours = bool(header[6])
-            vocab = int(header[3]) if ours else 50257  # shards of others are GPT-2's
+            size, vocab, eot, checksum, ours = map(int, header[2:7])
+            if length != (expected := HEADER * 4 + 2 * size):
+                raise UserError(f"{path} is truncated or damaged: {length} bytes, expected {expected} for the {size} tokens of its "
+                                f"header; delete it and run `{mend}` again")
+            if not ours:  # words that others leave 0; their shards are GPT-2's
+                vocab, eot, checksum = 50257, 50256, None
             if self.vocab not in (0, vocab):
                 raise UserError(f"{path} is of a vocabulary of {vocab} ids, the shards before it of {self.vocab}: "
                                 f"another tokenizer's; delete {folder} and run `{mend}` again")
-            self.vocab, self.eot = vocab, int(header[4]) if ours else 50256
+            self.vocab, self.eot = vocab, eot
             if vocab_size and vocab > vocab_size:
                 raise UserError(f"{path} is of a vocabulary of {vocab} ids, the model has --vocab_size={vocab_size}; "
-                                f"use --vocab_size={-(-vocab // 64) * 64} or a dataset of the model's tokenizer")
+                                f"use --vocab_size={padded(vocab)} or a dataset of the model's tokenizer")
             if check_shards and i % world == rank:
-                self._check(path, self.fds[-1], header, ours, mend)
+                self._check(path, fd, checksum, vocab if ours else vocab_size or vocab, mend)
+            self.fds.append(fd)
+            sizes.append(size)
             digest.update(header.tobytes())
-            sizes.append(int(header[2]))
         self.tokens, self.checksum = sum(sizes), digest.hexdigest()[:16]
         self.ends = np.cumsum([max(0, (size - 1) // block_size) for size in sizes])  # windows up to and with each shard
         if len(self) == 0:
@@ -284,18 +290,16 @@ class Shards:
                             f"{len(sizes)} shards; lower --block_size or prepare more text")
 
     @staticmethod
-    def _check(path, fd, header, ours, mend):
+    def _check(path, fd, checksum, limit, mend):
         crc, most, at = 0, 0, HEADER * 4
         while piece := os.pread(fd, 1 << 24, at):
             crc, at = zlib.crc32(piece, crc), at + len(piece)
             most = max(most, int(np.frombuffer(piece, np.uint16).max()))
-        if ours and crc != int(header[5]) & 0xFFFFFFFF:
-            raise UserError(f"{path} is damaged: its checksum is {crc:08x}, expected {int(header[5]) & 0xFFFFFFFF:08x}; "
-                            f"delete it and run `{mend}` again")
-        limit = int(header[3]) if ours else vocab_size or 50257
+        if checksum not in (None, crc):
+            raise UserError(f"{path} is damaged: its checksum is {crc:08x}, expected {checksum:08x}; delete it and run `{mend}` again")
         if most >= limit:
             raise UserError(f"{path} has token id {most}, expected ids below {limit}; " + (
-                f"delete it and run `{mend}` again" if ours else f"use --vocab_size={-(-(most + 1) // 64) * 64} or more"))
+                f"use --vocab_size={padded(most + 1)} or more" if checksum is None else f"delete it and run `{mend}` again"))
 
     def __len__(self) -> int:
         return int(self.ends[-1])
@@ -307,7 +311,8 @@ class Shards:
         first = windows - np.concatenate([[0], self.ends])[shards]
         for row, shard, window in zip(out, shards, first):
             if os.preadv(self.fds[shard], [row], HEADER * 4 + 2 * block_size * int(window)) != row.nbytes:
-                raise UserError(f"{self.files[shard]} became shorter while it was read; run `python prepare.py verify`")
+                path = self.files[shard]
+                raise UserError(f"{path} became shorter while it was read; run `python prepare.py verify {path.parent.name}`")
         return out
 
     def batch(self, step: int, rows: range) -> np.ndarray:
@@ -320,7 +325,7 @@ class Shards:
 
 
 def shard_files(folder: Path, split: str) -> list[Path]:
-    """Those of a split by their names, NAME_SPLIT_NUMBER.bin; a dataset may be called x_val."""
+    """A split's shards, by their names NAME_SPLIT_NUMBER.bin; NAME itself may end in _val or _train."""
     return sorted(path for path in folder.glob("*.bin") if re.search(rf"_{split}_\d+\.bin$", path.name))
 
 
@@ -337,9 +342,9 @@ def manifest_shards(folder: Path, split: str) -> set[str]:
 
 def shuffle(i: np.ndarray, n: int, *key: int) -> np.ndarray:
     """Where a pseudo-random permutation of range(n) puts i: a Feistel network on the next power of 4, walked until below n."""
-    half = np.uint64(max(1, (max(n - 1, 1).bit_length() + 1) // 2))
+    half = np.uint64((max(n - 1, 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << int(half)) - 1)
-    rounds = np.random.SeedSequence(list(key)).generate_state(6, np.uint64)
+    rounds = np.random.SeedSequence(key).generate_state(6, np.uint64)
     i = i.astype(np.uint64)
     walking = np.ones(len(i), bool)
     while walking.any():
@@ -355,10 +360,8 @@ def shuffle(i: np.ndarray, n: int, *key: int) -> np.ndarray:
 
 def to_device(tokens: np.ndarray, where: torch.device) -> tuple[Tensor, Tensor]:
     """uint16 (B, T + 1) to inputs and targets (B, T), int64."""
-    t = torch.from_numpy(tokens.view(np.int16))
-    if where.type == "cuda":
-        t = t.pin_memory().to(where, non_blocking=True)
-    t = t.to(where).long() & 0xFFFF
+    t = torch.from_numpy(tokens.astype(np.int64))
+    t = t.pin_memory().to(where, non_blocking=True) if where.type == "cuda" else t.to(where)
     return t[:, :-1], t[:, 1:]
 
 
@@ -377,7 +380,7 @@ def rope_tables(length: int, width: int, where=None) -> tuple[Tensor, Tensor]:
     return angle.cos(), angle.sin()
 
 
-# MKL 2024.2 may compute a first call on several threads imprecisely (pytorch issue 188792); these are on one
+# MKL 2024.2 may be imprecise where a function's first call takes several threads (pytorch issue 188792): these calls take one
 for first_call in (torch.cos, torch.sin, torch.exp):
     first_call(torch.zeros(1, device="cpu"))
 
@@ -385,8 +388,8 @@ FUTURE_TT = torch.full((512, 512), -math.inf, dtype=torch.bfloat16).triu(1)  # -
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Causal attention with RoPE, all (B, T, H, K). On a CPU, up to 512 tokens: plain products, whose backward is faster than the
-    fused kernel's; 128 queries at a time, so that much of the future is never computed; divided last, on (T, K) instead of (T, T)."""
+    """Causal attention with RoPE; q, k, v and the result are (B, T, H, K). On a CPU, up to 512 tokens, plain products: their backward
+    is faster than the fused kernel's. Blocks of 128 queries skip most of the future, and softmax divides last, (T, K), not (T, T)."""
     T = q.size(1)
     if q.device.type != "cpu" or T > len(FUTURE_TT):  # the kernel's result lies in memory like q: turned here, nothing is copied
         q, k = (rotate(x, cos[:, None], sin[:, None]) for x in (q, k))
@@ -417,7 +420,7 @@ class Attention(nn.Module):
 
 def gelu(x: Tensor) -> Tensor:
     """The tanh form of GELU, 0.5x (1 + tanh z) with z = √(2/π) (x + 0.044715x³); compiled as xσ(2z), which takes fewer operations."""
-    if not torch.compiler.is_compiling():  # op by op that would keep all between for the backward pass
+    if not torch.compiler.is_compiling():  # uncompiled, the form below would keep every intermediate for the backward pass
         return F.gelu(x, approximate="tanh")
     z = x.float() * (0.7978845608 + 0.0356774081 * x.float().square())
     return (x.float() * torch.sigmoid(2 * z)).type_as(x)
@@ -453,8 +456,9 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(n_layer))
         self.norm = nn.LayerNorm(n_embd, eps=1e-5, bias=False)
         self.head = nn.Linear(n_embd, vocab, bias=False)
-        for name, table in zip(("cos", "sin"), rope_tables(block_size, n_embd // n_head)):
-            self.register_buffer(name, table, persistent=False)
+        cos, sin = rope_tables(block_size, n_embd // n_head)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
 
     def trunk(self, tokens_BT: Tensor) -> Tensor:
         """(B, T) ids to (B, T, D), what the last norm and the head read."""
@@ -480,8 +484,8 @@ class Model(nn.Module):
     def compile_parts(self) -> None:
         """torch.compile of a block and of the loss: all blocks share one graph, so a deep model compiles as fast as a shallow one."""
         if torch._inductor.config.cpp.vec_isa_ok is None:  # TORCHINDUCTOR_VEC_ISA_OK=0 turns vectors off
-            torch._inductor.config.cpp.vec_isa_ok = True  # 10 s of compiling go into asking the compiler what /proc/cpuinfo says
-        if not torch.compiler.config.cache_key_tag:  # the cache of torch takes code for other vectors, which gives NaN
+            torch._inductor.config.cpp.vec_isa_ok = True  # else 10 s of compiling go into learning what /proc/cpuinfo says
+        if not torch.compiler.config.cache_key_tag:  # torch's cache does not tell vector sets apart; code for another one gives NaN
             torch.compiler.config.cache_key_tag = torch.backends.cpu.get_cpu_capability()
         torch._dynamo.config.optimize_ddp = False  # it would cut that graph at DDP's buckets; gradients leave block by block anyway
         for block in self.blocks:
@@ -525,27 +529,29 @@ def build_optimizers(model: nn.Module, compiled: bool, ns_dtype: torch.dtype) ->
     adam = [dict(params=list(groups["embeddings"].values()), lr=adam_lr, weight_decay=weight_decay),
             dict(params=list(groups["vectors"].values()), lr=adam_lr, weight_decay=0.0)]
     matrices = dict(params=list(groups["matrices"].values()), lr=learning_rate, weight_decay=weight_decay)
+    optimizers = []
     if optimizer == "adamw":
-        optimizers = [AdamW([matrices, *adam], betas=(adam_beta1, adam_beta2), eps=adam_eps, **shared)]
+        adam.insert(0, matrices)
     else:
-        optimizers = [Muon([matrices], variant=optimizer, momentum=momentum, gamma=gamma, beta2=beta2, eps=muon_eps,
-                           ns_steps=ns_steps, ns_eps=ns_eps, ns_dtype=ns_dtype, adjust_lr_fn=adjust_lr_fn, **shared),
-                      AdamW(adam, betas=(adam_beta1, adam_beta2), eps=adam_eps, **shared)]
-    held = [p for opt in optimizers for group in opt.param_groups for p in group["params"]]
+        optimizers.append(Muon([matrices], variant=optimizer, momentum=momentum, gamma=gamma, beta2=beta2, eps=muon_eps,
+                               ns_steps=ns_steps, ns_eps=ns_eps, ns_dtype=ns_dtype, adjust_lr_fn=adjust_lr_fn, **shared))
+    optimizers.append(AdamW(adam, betas=(adam_beta1, adam_beta2), eps=adam_eps, **shared))
+    all_groups = [group for opt in optimizers for group in opt.param_groups]
+    held = [p for group in all_groups for p in group["params"]]
     if len(held) != len(set(held)) or set(held) != set(model.parameters()):
         raise RuntimeError("the optimizers do not hold every parameter exactly once")
-    for group in (group for opt in optimizers for group in opt.param_groups):
+    for group in all_groups:
         group["initial_lr"] = group["lr"]
     return optimizers
 
 
 def parameter_table(model: nn.Module) -> str:
     """Name, shape, count, optimizer, peak learning rate and weight decay of every parameter; equal layers share a line."""
-    rows: Counter = Counter()
+    rows = Counter()
     for kind, group in parameter_groups(model).items():
+        how, lr = (optimizer, learning_rate) if kind == "matrices" else ("adamw", adam_lr)
+        decay = 0.0 if kind == "vectors" else weight_decay
         for name, p in group.items():
-            how = optimizer if kind == "matrices" else "adamw"
-            lr, decay = (learning_rate if kind == "matrices" else adam_lr), (0.0 if kind == "vectors" else weight_decay)
             rows[re.sub(r"\.\d+\.", ".*.", name), tuple(p.shape), how, lr, decay] += 1
     return "\n".join(f"{name:28} {str(shape):>16} x{n:<3} {how:14} lr {lr:<8g} weight_decay {decay:g}"
                      for (name, shape, how, lr, decay), n in rows.items())
@@ -582,7 +588,7 @@ def evaluate(logits, shards: Shards, where: torch.device, autocast, rank: int, w
         with autocast():
             logits_NV = logits(x_BT).flatten(0, 1)[:len(tokens) * block_size]
         y_N = y_BT.flatten()[:len(tokens) * block_size]
-        for part, y in zip(logits_NV.split(2048), y_N.split(2048)):  # of which fp32 copies are small
+        for part, y in zip(logits_NV.split(2048), y_N.split(2048)):  # in parts, so that fp32 copies are small
             loss = F.cross_entropy(part.float(), y, reduction="sum")
             sums += torch.stack([loss, (part.argmax(-1) == y).sum().to(loss)]).to(sums.device).double()
     if world > 1:
@@ -650,14 +656,15 @@ def memory_estimate(model: nn.Module, world: int, gpu: bool, bf16: bool) -> dict
     block = tokens * (n_embd * (7 * act + 4) + sum(inner) * act)  # both norms, q k v y, attention's output; the residual in fp32
     if block_size <= 512 and not gpu:
         block += tokens * n_head * block_size * act          # the attention weights, see attend
-    elif any(p.shape == (3 * n_embd, n_embd) for p in model.blocks[0].parameters()):
+    elif any(p.shape == (3 * n_embd, n_embd) for p in model.blocks[0].attn.parameters()):
         block += tokens * n_embd * 2 * act                   # the fused kernel keeps v, a view, and so all of qkv
     if not compile and len(inner) == 3:  # the Llama: silu's result, autocast's copies for each product, what RMSNorm keeps on a CPU
         block += tokens * (inner[0] * act + n_embd * ((4 * act if bf16 else 0) + (0 if gpu else 8)))
     kept = tokens * n_embd * 4 * n_layer + block if activation_checkpointing else block * n_layer
     kept += tokens * (n_embd * (act + 4) + model.embed.weight.size(0) * (2 * act if compile else act + 8))  # the loss: logits, gradient
-    copied = [model.head, model.blocks[0]] if activation_checkpointing and compile else [model]  # whose weights autocast keeps copies of
-    kept += act * sum(p.numel() for part in copied for p in part.parameters() if p.ndim > 1) if act < width else 0
+    if act < width:  # autocast keeps a copy of each weight until its backward pass
+        copied = [model.head, model.blocks[0]] if activation_checkpointing and compile else [model]
+        kept += act * sum(p.numel() for part in copied for p in part.parameters() if p.ndim > 1)
     same_shape = Counter(p.shape for p in model.blocks.parameters() if p.ndim > 1)
     batches = [min(n * shape.numel() / world, max(2**27, shape.numel()) if gpu else math.inf) for shape, n in same_shape.items()]
     step = max(batches) * (16 if gpu else 8) if optimizer in VARIANTS else 0  # Newton-Schulz
@@ -679,18 +686,20 @@ def check_memory(model: nn.Module, where: torch.device, world: int, local_world:
     parts = memory_estimate(model, world, where.type == "cuda", uses_bf16(where))
     if (need := sum(parts.values())) > free:
         gib = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in parts.items())
-        lower = ("--micro_batch_size" if parts["activations"] > need / 2 and micro_batch_size > 1 else
-                 "--activation_checkpointing=true or a smaller --block_size" if parts["activations"] > need / 2 else
-                 "--param_dtype=bfloat16, more ranks, or a smaller --n_layer and --n_embd")
-        raise UserError(f"about {need / 2**30:.1f} GiB are needed on {where} ({gib} GiB), {free / 2**30:.1f} GiB are free; "
-                        f"lower {lower}")
+        if parts["activations"] <= need / 2:
+            mend = "use --param_dtype=bfloat16, more ranks, or a smaller --n_layer or --n_embd"
+        elif micro_batch_size > 1:
+            mend = "lower --micro_batch_size"
+        else:
+            mend = "use --activation_checkpointing=true or a smaller --block_size"
+        raise UserError(f"about {need / 2**30:.1f} GiB are needed on {where} ({gib} GiB), {free / 2**30:.1f} GiB are free; {mend}")
 
 
 def check_disk(model: nn.Module, folder: Path) -> None:
     """Before anything is written: can checkpoints be, and do all that are kept (newest, best, the one being written) fit?"""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        replace(folder / "probe", lambda f: f.write(b"\0"))
+        write_whole(folder / "probe", lambda f: f.write(b"\0"))
         (folder / "probe").unlink()
         free = shutil.disk_usage(folder).free + sum(path.stat().st_size for path in folder.glob("step_*.pt"))
     except OSError as error:
@@ -718,17 +727,17 @@ class Checkpoints:
     def __init__(self, run: str):
         self.folder, self.thread, self.failure = Path(checkpoint_dir) / run, None, None
 
-    def save(self, step: int, content: dict, val_loss: float | None) -> None:
+    def save(self, content: dict, val_loss: float | None) -> None:
         """content: tensors already copied to host memory, and plain types."""
         self.wait()
-        self.thread = threading.Thread(target=self._write, args=(step, content, val_loss))
+        self.thread = threading.Thread(target=self._write, args=(content, val_loss))
         self.thread.start()
 
     def wait(self, last: bool = False) -> None:
         """Until the newest save is on disk. One that failed is told here: training goes on, unless it was the last one."""
         if self.thread:
             self.thread.join()
-        self.thread, failure, self.failure = None, self.failure, None
+        failure, self.failure = self.failure, None
         if failure:
             message = (f"could not save a checkpoint in {self.folder}: {failure}; free some space or set --checkpoint_dir; "
                        "the ones before are intact")
@@ -736,14 +745,14 @@ class Checkpoints:
                 raise UserError(f"{message}: go on from there with --run_name={self.folder.name} --resume=auto")
             print(f"{message}; training goes on", file=sys.stderr, flush=True)
 
-    def _write(self, step, content, val_loss):
-        path = self.folder / f"step_{step:08d}.pt"
+    def _write(self, content, val_loss):
+        path = self.folder / f"step_{content['step']:08d}.pt"
         try:
             for left_over in self.folder.glob("*.tmp"):
                 left_over.unlink()
-            digest = replace(path, lambda f: torch.save(content, f))
-            replace(path.with_suffix(".json"), lambda f: f.write(json.dumps(
-                dict(step=step, val_loss=val_loss, size=path.stat().st_size, sha256=digest)).encode()))
+            digest = write_whole(path, lambda f: torch.save(content, f))
+            write_whole(path.with_suffix(".json"), lambda f: f.write(json.dumps(
+                dict(step=content["step"], val_loss=val_loss, size=path.stat().st_size, sha256=digest)).encode()))
             self._remove_old()
         except (OSError, RuntimeError) as error:
             while not isinstance(error, OSError) and error.__context__:  # torch.save hides a full disk behind an error of its own
@@ -751,11 +760,11 @@ class Checkpoints:
             self.failure = getattr(error, "strerror", None) or str(error).splitlines()[0]
 
     def _remove_old(self):
-        """Removes all but the newest ones, the best of those that were validated, and files that are no checkpoints."""
+        """Keeps the newest ones, the best of those that were validated, and files that are not checkpoints."""
         notes = {path: note for path in sorted(self.folder.glob("step_*.pt")) if (note := read_note(path))}
-        scored = [path for path in notes if notes[path]["val_loss"] is not None]
-        best = sorted(scored, key=lambda path: notes[path]["val_loss"])[:1]
-        for path in set(notes) - {*best, *list(notes)[-keep_checkpoints:]}:
+        validated = [path for path in notes if notes[path]["val_loss"] is not None]
+        best = min(validated, key=lambda path: notes[path]["val_loss"], default=None)
+        for path in set(notes) - {best, *list(notes)[-keep_checkpoints:]}:
             path.unlink()
             path.with_suffix(".json").unlink()
 
@@ -801,20 +810,20 @@ def read_checkpoint(path: Path) -> dict:
             raise ValueError
         return saved
     except Exception as error:  # it may be any file
-        raise UserError(f"{path} is no checkpoint of {Path(__file__).name} ({type(error).__name__}); give one that it "
+        raise UserError(f"{path} is not a checkpoint of {Path(__file__).name} ({type(error).__name__}); give one that it "
                         "saved") from None
 
 
 def damage(path: Path) -> str:
     """What is wrong with a checkpoint, or "" if nothing is."""
     if not (note := read_note(path)):
-        return "has no readable .json beside it: it is no checkpoint, or saving it was interrupted"
+        return "has no readable .json beside it: it is not a checkpoint, or saving it was interrupted"
     if path.stat().st_size != note["size"]:
         return f"has {path.stat().st_size} bytes, expected {note['size']}: it is truncated"
     return "" if sha256(path) == note["sha256"] else "does not match its checksum: it is damaged"
 
 
-def replace(path: Path, write) -> str:
+def write_whole(path: Path, write) -> str:
     """Writes a file whole or not at all; returns its sha256."""
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -869,40 +878,42 @@ class Log:
 
     def __init__(self, path: Path, rank: int, head: str | None, step: int = 0):
         self.path, self.file, self.step = path, None, step
-        if rank == 0:
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                self.trackers = trackers(path.stem, step)
-                if head is not None:
-                    if path.exists():  # of a run that left no checkpoint
-                        os.replace(path, path.with_suffix(".old"))
-                    replace(path, lambda f: f.write(head.encode()))
-                torn = not path.read_bytes().endswith(b"\n")  # a line that a full disk or a kill cut short
-                self.file = open(path, "ab", buffering=0)
-                self.file.write(b"\n" * torn)
-            except OSError as error:
-                raise UserError(f"cannot write {path}: {error.strerror}; expected a writable folder; set --log_dir") from None
+        if rank != 0:
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.trackers = trackers(path.stem, step)
+            if head is not None:
+                if path.exists():  # of a run that left no checkpoint
+                    os.replace(path, path.with_suffix(".old"))
+                write_whole(path, lambda f: f.write(head.encode()))
+            torn = not path.read_bytes().endswith(b"\n")  # a line that a full disk or a kill cut short
+            self.file = open(path, "ab", buffering=0)
+            self.file.write(b"\n" * torn)
+        except OSError as error:
+            raise UserError(f"cannot write {path}: {error.strerror}; expected a writable folder; set --log_dir") from None
 
     def __call__(self, line: str) -> None:
-        if self.file:
-            print(line, flush=True)
-            data = (line + "\n").encode()
+        if not self.file:
+            return
+        print(line, flush=True)
+        data = (line + "\n").encode()
+        try:
+            if self.file.write(data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise UserError(f"cannot write {self.path}: {error.strerror}; free some space, then go on with "
+                            f"--run_name={self.path.stem} --resume=auto") from None
+        if self.trackers and line.startswith(("step:", "final ")):
+            pairs = re.findall(r"(\w+):([-+.\de]+)(s|ms|min|h|)(?:/\d+)?(?= |$)", line)
+            figures = {key: float(value) * {"min": 60, "h": 3600}.get(unit, 1) for key, value, unit in pairs}
+            self.step = int(figures.pop("step", self.step))
             try:
-                if self.file.write(data) < len(data):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            except OSError as error:
-                raise UserError(f"cannot write {self.path}: {error.strerror}; free some space, then go on with "
-                                f"--run_name={self.path.stem} --resume=auto") from None
-            if self.trackers and line.startswith(("step:", "final ")):
-                pairs = re.findall(r"(\w+):([-+.\de]+)(s|ms|min|h|)(?:/\d+)?(?= |$)", line)
-                figures = {key: float(value) * {"min": 60, "h": 3600}.get(unit, 1) for key, value, unit in pairs}
-                self.step = int(figures.pop("step", self.step))
-                try:
-                    for track in self.trackers:
-                        track(figures, self.step)
-                except Exception as error:  # a full disk or a lost network is no reason to end a run
-                    self.trackers = []
-                    print(f"--wandb and --tensorboard end at step {self.step}: {type(error).__name__}: {error}", file=sys.stderr)
+                for track in self.trackers:
+                    track(figures, self.step)
+            except Exception as error:  # a full disk or a lost network is no reason to end a run
+                self.trackers = []
+                print(f"--wandb and --tensorboard end at step {self.step}: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 def trackers(run: str, step: int) -> list:
@@ -913,13 +924,18 @@ def trackers(run: str, step: int) -> list:
             import wandb as client
             session = client.init(project=wandb, id=run, name=run, resume="allow", dir=log_dir,
                                   config={name: globals()[name] for name in GLOBALS})
-            session.define_metric("*", step_metric="step")  # of a resumed run some steps come twice
+            session.define_metric("*", step_metric="step")  # a resumed run logs some steps twice
             track.append(lambda figures, step: session.log({**figures, "step": step}))
         if tensorboard.lower() not in ("", "0", "false"):
             from torch.utils.tensorboard import SummaryWriter
             folder = Path(log_dir) / "tensorboard" if tensorboard.lower() in ("true", "1") else Path(tensorboard)
             writer = SummaryWriter(str(folder / run), purge_step=step + 1 if step else None)
-            track.append(lambda figures, step: ([writer.add_scalar(key, figures[key], step) for key in figures], writer.flush()))
+
+            def write(figures, step):
+                for key, value in figures.items():
+                    writer.add_scalar(key, value, step)
+                writer.flush()
+            track.append(write)
     except ImportError as error:
         raise UserError(f"--wandb or --tensorboard needs a package that is not installed ({error.name or error}); run `pip install "
                         f"{'wandb' if wandb and not track else 'tensorboard'}`, or leave the flag out") from None
@@ -929,10 +945,10 @@ def trackers(run: str, step: int) -> list:
     return track
 
 
-@functools.cache  # whoever edits the files while a run goes on changes neither its log nor its checkpoints
+@functools.cache  # read once: editing the files during a run changes neither its log nor its checkpoints
 def sources() -> tuple[str, str]:
     """Of this script and of optim.py."""
-    return tuple(Path(file).read_text(encoding="utf-8") for file in (__file__, sys.modules[Muon.__module__].__file__))
+    return tuple(Path(file).read_text(encoding="utf-8") for file in (__file__, optim.__file__))
 
 
 def source_hash() -> str:
@@ -948,8 +964,8 @@ def log_head(run: str, environment: dict) -> str:
 
 
 def rendezvous(rank: int) -> dist.TCPStore:
-    """A key-value store of this start alone, held by rank 0. torchrun's own store, if shared, survives a restart of the group with
-    all its keys, and whoever reads one too early waits for a process that is dead; here it only tells where the new store is."""
+    """A key-value store of this start alone, held by rank 0. torchrun's own store may outlive a restart with all its keys, and a rank
+    that reads one too early waits for a dead process; here it only says where the new store is."""
     host, port, limit = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timedelta(minutes=timeout_minutes)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # no torchrun, or one that does not share its store: a new port
         return dist.TCPStore(host, port, is_master=rank == 0, wait_for_workers=False, timeout=limit)
@@ -992,7 +1008,9 @@ class Watch(threading.Thread):
                 present = [key for key in self.keys if self.store.check([key])]
                 new = dict(zip(present, self.store.multi_get(present)))
             except RuntimeError:
-                return self.done.is_set() or self.end("rank 0, which holds the store, is gone")
+                if not self.done.is_set():
+                    self.end("rank 0, which holds the store, is gone")
+                return
             now = time.monotonic()
             heard.update({key: now for key in present if new[key] != posts.get(key)})
             posts = new
@@ -1010,8 +1028,8 @@ class Watch(threading.Thread):
 
 
 def agree(facts: dict[str, str], world: int) -> None:
-    """All ranks must have the same globals, code, data and torch; else all say in what the first that differs does."""
-    everyone: list = [None] * world
+    """All ranks must have the same globals, code, data and torch; else every rank names the first that differs, and in what."""
+    everyone = [None] * world
     dist.all_gather_object(everyone, facts)
     for r, other in enumerate(everyone):
         if differing := [name for name in facts if other[name] != everyone[0][name]]:
@@ -1032,12 +1050,12 @@ def uses_bf16(where: torch.device) -> bool:
     return "bfloat16" in (dtype, param_dtype) or dtype == "auto" and fast_bf16(where)
 
 
-def seconds(value: float) -> str:
+def duration(value: float) -> str:
     return f"{value:.0f}s" if value < 600 else f"{value / 60:.0f}min" if value < 36000 else f"{value / 3600:.1f}h"
 
 
 def keep_memory() -> None:
-    """Has glibc keep what is freed: it gives large blocks back, and a CPU then spends much of a step on mapping their pages anew."""
+    """Makes glibc keep freed memory: by default large blocks go back to the system, and mapping their pages again takes much of a step."""
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL("libc.so.6").mallopt
         for option, value in ((-4, 0), (-1, -1), (-2, 2**28)):  # M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD
@@ -1046,19 +1064,22 @@ def keep_memory() -> None:
 
 def total_norm(grads: list[Tensor]) -> Tensor:
     """The global norm, a scalar. In parts on a CPU: in one piece that of 40 M numbers is 0.3 % too small."""
-    return torch.nn.utils.get_total_norm([part for g in grads for part in (g.flatten().split(2**20) if g.device.type == "cpu" else [g])])
+    if grads[0].device.type == "cpu":
+        grads = [part for g in grads for part in g.flatten().split(2**20)]
+    return torch.nn.utils.get_total_norm(grads)
 
 
 def train() -> dict:
     """One run, from globals to checkpoint; returns its last figures."""
+    global micro_batch_size
     # ---- ranks and device
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank, local_world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     kind = device or ("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu")
-    if kind.startswith("cuda") and not torch.cuda.is_available() or kind == "mps" and not torch.backends.mps.is_available():
+    if kind.startswith("cuda") and not torch.cuda.is_available() or kind.startswith("mps") and not torch.backends.mps.is_available():
         raise UserError(f"--device={kind}: this torch ({torch.__version__}) finds no such device; use --device=cpu")
     where = torch.device("cuda", local_rank) if kind == "cuda" else torch.device(kind)
-    globals()["micro_batch_size"] = micro_batch_size or max(1, batch_size // world)
+    micro_batch_size = micro_batch_size or max(1, batch_size // world)
     if batch_size % (micro_batch_size * world):
         fits = max(m for m in range(1, micro_batch_size + 1) if batch_size % (m * world) == 0) if batch_size % world == 0 else 0
         whole = max(1, batch_size // (micro_batch_size * world)) * micro_batch_size * world
@@ -1069,7 +1090,8 @@ def train() -> dict:
         raise UserError("torchrun --max-restarts needs --resume=auto, or a restarted group would not go on from its checkpoint")
     if where.type == "cuda":
         if (where.index or 0) >= torch.cuda.device_count():
-            raise UserError(f"there is no GPU {where.index}, only {torch.cuda.device_count()}; lower --nproc_per_node or mend --device")
+            raise UserError(f"there is no GPU {where.index}, this machine has {torch.cuda.device_count()}; lower --nproc_per_node or "
+                            "change --device")
         torch.cuda.set_device(where)
         torch.backends.cuda.matmul.allow_tf32 = True
     elif where.type == "cpu":
@@ -1090,7 +1112,7 @@ def train() -> dict:
     if val_shards.vocab != train_shards.vocab:
         raise UserError(f"--val_dataset={val_dataset} has a vocabulary of {val_shards.vocab} ids, {dataset} one of "
                         f"{train_shards.vocab}: prepare both with the same tokenizer")
-    vocab = vocab_size or -(-train_shards.vocab // 64) * 64
+    vocab = vocab_size or padded(train_shards.vocab)
     tokenizer = {257: "bytes", 50257: "gpt2", 32000: "llama2"}.get(train_shards.vocab, "")
     with torch.device("meta"):
         shape_only = Model(vocab)
@@ -1108,8 +1130,7 @@ def train() -> dict:
     raw = Model(vocab)
     initialise(raw)
     raw.to(where, torch.bfloat16 if param_dtype == "bfloat16" else torch.float32)
-    for name, table in zip(("cos", "sin"), rope_tables(block_size, n_embd // n_head, where)):
-        setattr(raw, name, table)  # angles stay in fp32
+    raw.cos, raw.sin = rope_tables(block_size, n_embd // n_head, where)  # again: .to() rounds them, and angles stay in fp32
     bf16 = uses_bf16(where)
     autocast = (lambda: torch.autocast(where.type, torch.bfloat16)) if bf16 else contextlib.nullcontext
     ns_dtype = torch.bfloat16 if fast_bf16(where) else torch.float32
@@ -1118,8 +1139,13 @@ def train() -> dict:
     # ---- run name, checkpoint, log
     started = datetime.now()
     stem = f"{preset}-{optimizer}-seed{seed}"
-    run = run_name or (stem if resume == "auto" else Path(resume).resolve().parent.name if resume and Path(resume).is_file() else
-                       Path(resume).name if resume else f"{stem}-{started:%Y%m%d-%H%M%S}")
+    if run_name or resume == "auto":
+        run = run_name or stem
+    elif resume:
+        path = Path(resume).resolve()
+        run = path.parent.name if path.is_file() else path.name
+    else:
+        run = f"{stem}-{started:%Y%m%d-%H%M%S}"
     log_path, checkpoints = Path(log_dir) / f"{run}.txt", Checkpoints(run)
     saved = checkpoints.load(resume) if resume else None
     if world > 1:
@@ -1169,14 +1195,14 @@ def train() -> dict:
     validate = lambda: evaluate(raw.logits, val_shards, where, autocast, rank, world)
 
     def compiling(function):
-        """What compiles on its first call; where that fails all goes on uncompiled."""
+        """Calls what compiles on its first call; if that fails, warns and goes on uncompiled."""
         try:
             return function()
         except torch._dynamo.exc.TorchDynamoException as error:
             if rank == 0:
                 print(f"runs uncompiled, so slower: torch.compile failed ({type(error).__name__}); install a C++ compiler, or pass "
                       "--compile=false", file=sys.stderr)
-        torch.compiler.set_stance("force_eager")  # out here: the error holds the activations
+        torch.compiler.set_stance("force_eager")  # outside of except: the error keeps the activations alive
         raw.zero_grad()
         return function()
 
@@ -1206,7 +1232,7 @@ def train() -> dict:
         norm = total_norm(grads)
         scale = (grad_clip / (norm + 1e-6)).clamp(max=1) if grad_clip else torch.ones_like(norm)
         scale = torch.where(norm.isfinite(), scale, math.nan)
-        if where.type != "cpu" or scale != 1:  # a CPU need not pass over memory once more; a GPU would have to wait to know
+        if where.type != "cpu" or scale != 1:  # on a CPU this saves a pass over memory; on a GPU asking would wait for it
             torch._foreach_mul_(grads, scale)
         return norm
 
@@ -1218,7 +1244,7 @@ def train() -> dict:
             opt.zero_grad(set_to_none=world == 1 or accumulate == 1)  # else gradients stay views of DDP's buckets, or memory has both
 
     devices = [torch.cuda.current_device()] if where.type == "cuda" else None
-    compiling(lambda: gradient(step, accumulate - 1))  # one micro-batch, before DDP, which takes no second attempt
+    compiling(lambda: gradient(step, accumulate - 1))  # one micro-batch, before DDP, whose forward cannot be tried twice
     if world > 1:
         raw.zero_grad()
         parallel = DDP(raw, device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=False)
@@ -1242,44 +1268,48 @@ def train() -> dict:
 
     # ---- the loop
     figures = dict(loss=math.nan, norm=math.nan, stop=False)  # of the newest update that was looked at
-    unread, in_a_row, last_finite = [], 0, None
-    session = mark = (step, train_time)
+    unread, in_a_row = [], 0
+    session = mark = (step, train_time)  # where this process, and the figures of the next line, begin
     stop = listen()
     peak, clock = peak_flops(where), time.perf_counter()
     profiler = tracing(log_path.with_suffix(".trace.json")) if profile and rank == 0 else None
 
     def look() -> None:
         """Reads loss, gradient norm and stop flag of the updates launched so far; stops a run that has gone wrong."""
-        nonlocal in_a_row, last_finite, skipped
+        nonlocal in_a_row, skipped
         for at, stats, event in unread:
             if event:
                 event.synchronize()
-            figures["loss"], figures["norm"], stop_votes = stats.tolist()
-            figures["stop"] = figures["stop"] or stop_votes > 0
-            if not math.isfinite(figures["loss"]):
-                raise UserError(f"the loss of update {at} is {figures['loss']}, the last finite one was "
-                                f"{'none' if last_finite is None else f'{last_finite:.4f}'}; try a lower --learning_rate and "
+            loss, norm, stop_votes = stats.tolist()
+            if not math.isfinite(loss):
+                before = f"{figures['loss']:.4f}" if math.isfinite(figures["loss"]) else "none"
+                raise UserError(f"the loss of update {at} is {loss}, the last finite one was {before}; try a lower --learning_rate and "
                                 "--adam_lr, more --warmup_iters or --dtype=float32, from the last checkpoint with --resume")
-            last_finite = figures["loss"]
-            finite = math.isfinite(figures["norm"])
-            skipped, in_a_row = skipped + (not finite), 0 if finite else in_a_row + 1
+            figures.update(loss=loss, norm=norm, stop=figures["stop"] or stop_votes > 0)
+            if math.isfinite(norm):
+                in_a_row = 0
+            else:
+                skipped, in_a_row = skipped + 1, in_a_row + 1
             if in_a_row >= max_skipped:
                 raise UserError(f"the gradient was not finite in {in_a_row} updates in a row, up to update {at}; the weights are "
                                 "as before them; try a lower --learning_rate or --dtype=float32")
         unread.clear()
 
+    def tokens_per_s(since: tuple[int, float]) -> float:
+        return (step - since[0]) * batch_size * block_size / max(1e-9, train_time - since[1])
+
     def progress() -> str:
-        rate = (step - mark[0]) * batch_size * block_size / max(1e-9, train_time - mark[1])
+        rate = tokens_per_s(mark)
         pace = (train_time - session[1]) / max(1, step - session[0])
         mfu = f"{rate * flops_per_token(raw) / (peak * world):.3f}" if peak else "n/a"
         norm = f"grad_norm:{figures['norm']:.4f} " if math.isfinite(figures["norm"]) else ""
         return (f"train_loss:{figures['loss']:.5f} lr:{learning_rate * lr_factor(step - 1):.6g} {norm}tokens_per_s:{rate:.0f} "
-                f"mfu:{mfu}{f' skipped:{skipped}' if skipped else ''} time_left:{seconds(pace * (max_iters - step))}")
+                f"mfu:{mfu}{f' skipped:{skipped}' if skipped else ''} time_left:{duration(pace * (max_iters - step))}")
 
     def save() -> None:
         states = [opt.state_dict() for opt in optimizers]  # every rank takes part
         if rank == 0:
-            checkpoints.save(step, dict(
+            checkpoints.save(dict(
                 script=Path(__file__).name, model=to_host(raw.state_dict()), optimizers=to_host(states), step=step,
                 train_time=train_time, skipped=skipped, sequences=step * batch_size, rng=torch.get_rng_state(),
                 globals={name: globals()[name] for name in GLOBALS}, data=facts["data_checksum"], vocab=vocab, tokenizer=tokenizer,
@@ -1332,16 +1362,14 @@ def train() -> dict:
         clock = time.perf_counter()
     else:
         memory = torch.cuda.max_memory_allocated(where) if where.type == "cuda" else peak_rss()
-        buffers = [t for opt in optimizers for state in opt.state.values() for t in state.values() if isinstance(t, Tensor)]
-        state = sum(t.numel() * t.element_size() for t in buffers)
+        state = sum(t.nbytes for opt in optimizers for entry in opt.state.values() for t in entry.values() if isinstance(t, Tensor))
         if world > 1:  # of the rank that has most
             most = torch.tensor([memory, state], dtype=torch.float64, device=where)
             Watch.at += 1
             dist.all_reduce(most, dist.ReduceOp.MAX)
             memory, state = most.tolist()
-        rate = (step - session[0]) * batch_size * block_size / max(1e-9, train_time - session[1])
         log(f"final val_loss:{val_loss:.5f} val_ppl:{math.exp(min(val_loss, 700)):.4f} val_acc:{val_acc:.4f} {times()} "
-            f"tokens_per_s:{rate:.0f} peak_memory_mib:{memory / 2**20:.0f} optimizer_state_mib:{state / 2**20:.1f} "
+            f"tokens_per_s:{tokens_per_s(session):.0f} peak_memory_mib:{memory / 2**20:.0f} optimizer_state_mib:{state / 2**20:.1f} "
             f"compile_time:{compile_time:.1f}s")
         if rank == 0 and sample_tokens:
             with torch.compiler.set_stance("force_eager"):

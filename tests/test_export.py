@@ -203,7 +203,7 @@ def test_bad_input_to_export_is_one_line_and_leaves_nothing(run, tmp_path, monke
         folder = shutil.copytree(run("gpt"), tmp_path / str(random.random()))
         saved = torch.load(folder / "step_00000004.pt", weights_only=True)
         change(saved)
-        digest = export_hf.load_script("train_gpt.py").replace(folder / "step_00000004.pt", lambda f: torch.save(saved, f))
+        digest = export_hf.load_script("train_gpt.py").write_whole(folder / "step_00000004.pt", lambda f: torch.save(saved, f))
         (folder / "step_00000004.json").write_text(json.dumps(dict(
             val_loss=None, size=(folder / "step_00000004.pt").stat().st_size, sha256=digest)))
         return folder / "step_00000004.pt"
@@ -218,7 +218,7 @@ def test_bad_input_to_export_is_one_line_and_leaves_nothing(run, tmp_path, monke
     assert "there is no" in export(tmp_path / "nowhere")
     assert "no good checkpoint in" in export(tmp_path)
     unfinished = Path(shutil.copy(run("gpt") / "step_00000004.pt", tmp_path / "step_00000004.pt"))
-    assert "no checkpoint, or saving it was interrupted" in export(unfinished)
+    assert "not a checkpoint, or saving it was interrupted" in export(unfinished)
     shutil.copy(run("gpt") / "step_00000004.json", tmp_path)
     unfinished.write_bytes(unfinished.read_bytes()[:-1] + b"x")
     assert "does not match its checksum: it is damaged" in export(unfinished)

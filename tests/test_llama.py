@@ -177,7 +177,7 @@ def test_checkpointing_changes_no_gradient(data):
 
 def test_a_preset_that_cannot_fit_says_so_before_allocating(data):
     t = script()
-    with pytest.raises(t.UserError, match=r"about [\d.]+ GiB are needed on cpu .*parameters.*free; lower --"):
+    with pytest.raises(t.UserError, match=r"about [\d.]+ GiB are needed on cpu .*parameters.*free; (lower|use) --"):
         t.main(["--dataset=tiny", "--n_layer=100", "--n_embd=65536", "--n_head=512", "--n_ffn=262144", "--compile=false", "--device=cpu"])
 
 
@@ -189,6 +189,21 @@ def test_residual_projections_are_attention_out_and_feed_forward_down():
         if p.ndim == 2:
             expected = 0.01 if name.endswith(("attn.proj.weight", "mlp.down.weight")) else 0.04  # 0.04 / sqrt(16)
             assert p.std().item() == pytest.approx(expected, rel=0.05), name
+
+
+def test_the_llamas_own_globals_are_checked():
+    with pytest.raises(Exception, match="--init_std=-1.0: expected a number above 0"):
+        script("--init_std=-1")
+
+
+def test_a_feed_forward_three_times_as_wide_as_the_model_is_not_taken_for_a_fused_qkv():
+    """By the memory estimate: it would count what attention's kernel keeps of one."""
+    kept = []
+    for n_ffn in (384, 385):
+        t = script("--n_embd=128", "--block_size=1024", f"--n_ffn={n_ffn}", "--micro_batch_size=1")
+        with torch.device("meta"):
+            kept.append(t.memory_estimate(t.Model(64), world=1, gpu=False, bf16=True)["activations"])
+    assert kept[0] < kept[1]
 
 
 SHARED = ["configuration", "data loader", "optimizers", "schedule", "evaluation", "memory", "checkpoint", "main"]

@@ -481,7 +481,7 @@ def test_shards_of_llm_c_are_read_and_files_without_header_are_not():
     inputs, targets = module.to_device(shards.read(np.arange(2)), torch.device("cpu"))
     assert inputs[0, 0] == text(500)[0] + 50_000 and torch.equal(inputs[:, 1:], targets[:, :-1])  # above 32767: no sign
     text(500).astype(np.uint16).tofile("data/theirs/theirs_train_000001.bin")
-    with pytest.raises(module.UserError, match="no token shard.*prepare.py import"):
+    with pytest.raises(module.UserError, match="not a token shard.*prepare.py import"):
         module.Shards("theirs", "train")
 
 
@@ -584,11 +584,14 @@ BAD = {  # what is wrong: (a change of the data, flags, what the message says)
     "schedule": (None, dict(schedule="cosin"), "--schedule=cosine"),
     "device": (None, dict(device="gpu"), "expected one of cpu, cuda, mps"),
     "run name": (None, dict(run_name="a/b"), "--run_name=a/b"),
+    "number of a device": (None, dict(device="cpu:x"), "--device=cpu:x is unknown"),
     "dataset": (None, dict(dataset="tinny"), "prepare.py"),
+    "corpus that is not prepared": (None, dict(dataset="dclm"), "run `python prepare.py dclm`"),
+    "data folder": (None, dict(data_dir="elsewhere"), "run `python prepare.py text --input PATH --name tiny --data_dir=elsewhere`"),
     "no validation": (lambda: os.remove(VAL), {}, "no val shards"),
     "truncated": (lambda: damaged(TRAIN, 3000), {}, "truncated or damaged: 3000 bytes, expected 5040"),
     "truncated header": (lambda: damaged(TRAIN, 11), {}, "truncated or damaged: 11 bytes"),
-    "empty": (lambda: damaged(TRAIN, 0), {}, "no token shard"),
+    "empty": (lambda: damaged(TRAIN, 0), {}, "not a token shard"),
     "bit flip": (lambda: damaged(TRAIN, -100), {}, "damaged: its checksum is"),
     "bit flip in validation": (lambda: damaged(VAL, -1), {}, "damaged: its checksum is"),
     "folder": (lambda: (os.remove(TRAIN), os.mkdir(TRAIN)), {}, "cannot read"),
@@ -638,6 +641,14 @@ def test_bad_input_gets_one_line(what, capsys, monkeypatch):
     assert expected in line
 
 
+def test_a_shard_that_is_cut_during_the_run_is_named():
+    module = configured()
+    shards = module.Shards("tiny", "train")
+    os.truncate(TRAIN, 3000)
+    with pytest.raises(module.UserError, match="tiny_train_000001.bin became shorter .*`python prepare.py verify tiny`"):
+        shards.read(np.arange(100))
+
+
 def test_bad_input_ends_the_process_with_status_1():
     done = subprocess.run([sys.executable, ROOT / "train_gpt.py", *flags(dataset="none")], capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout == "" and done.stderr.count("\n") == 1
@@ -649,9 +660,27 @@ def test_a_disk_too_small_for_the_checkpoints_is_told_at_the_start(capsys, monke
     assert "lower --keep_checkpoints" in fails(capsys, monkeypatch, flags())
 
 
-@pytest.mark.parametrize("values, message", [(dict(n_layers=2), "the preset mine sets n_layers, which is no global; did you mean n_layer?"),
-                                             (dict(max_iters=2.5), "--max_iters=2.5: expected a whole number"),
-                                             (dict(val_dataset=None), "the preset mine sets val_dataset to None, expected str")])
+def test_a_run_resumed_inside_its_folder_keeps_its_name(monkeypatch):
+    train(run_name="here", max_iters=2)
+    monkeypatch.chdir("checkpoints/here")
+    same = dict(max_iters=2, resume=".", data_dir="../../data", log_dir="../../logs", checkpoint_dir="..")
+    assert train(**same)["log"].name == "here.txt"
+
+
+@pytest.mark.parametrize("parameters, micro, mend", [(9, 2, "use --param_dtype=bfloat16"), (1, 2, "free; lower --micro_batch_size\n"),
+                                                     (1, 1, "use --activation_checkpointing=true or a smaller --block_size")])
+def test_too_little_memory_gets_the_advice_that_helps(parameters, micro, mend, monkeypatch):
+    module = configured(micro_batch_size=micro)
+    monkeypatch.setattr(module, "memory_estimate", lambda *_, **__: dict(parameters=parameters * 2.0**60, activations=2.0**62))
+    with pytest.raises(module.UserError) as error:
+        module.check_memory(None, torch.device("cpu"), 1, 1)
+    assert mend in f"{error.value}\n"
+
+
+@pytest.mark.parametrize("values, message", [
+    (dict(n_layers=2), "the preset mine sets n_layers, which is not a global; did you mean n_layer?"),
+    (dict(max_iters=2.5), "--max_iters=2.5: expected a whole number"),
+    (dict(val_dataset=None), "the preset mine sets val_dataset to None, expected str")])
 def test_a_preset_of_yours_is_read_like_flags(values, message):
     module = fresh()
     module.PRESETS["mine"] = values
@@ -662,8 +691,8 @@ def test_a_preset_of_yours_is_read_like_flags(values, message):
 def test_an_error_of_nccl_is_told_with_its_reason(capsys, monkeypatch):
     module = fresh()
     error = ("[1] NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, invalid usage (run with NCCL_DEBUG=WARN for "
-             "details)\nncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\nDuplicate GPU detected : rank 1 "
-             "and rank 0")
+             "details)\nncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
+             "Duplicate GPU detected : rank 1 and rank 0")
     monkeypatch.setattr(module, "main", lambda argv: (_ for _ in ()).throw(RuntimeError(error)))
     monkeypatch.setattr(sys, "argv", ["train_gpt.py"])
     monkeypatch.setenv("RANK", "1")
@@ -935,7 +964,7 @@ def test_nothing_in_a_checkpoint_is_executed(capsys, monkeypatch, place):
     note = dict(step=1, val_loss=None, size=path.stat().st_size, sha256=fresh().sha256(path))
     path.with_suffix(".json").write_text(json.dumps(note))
     for resume in ("auto", str(path)):
-        assert "is no checkpoint of train_gpt.py" in fails(capsys, monkeypatch, flags(resume=resume, run_name="evil"))
+        assert "is not a checkpoint of train_gpt.py" in fails(capsys, monkeypatch, flags(resume=resume, run_name="evil"))
     assert not Path("executed").exists()
 
 
