@@ -21,8 +21,8 @@ A shard is what llm.c and modded-nanogpt read: 256 int32 header words, then uint
 Every document is followed by the end-of-text id (bytes 256, gpt2 50256, llama2 </s> = 2; never <s>). Text that looks
 like a special token is ordinary text. The shards' bytes do not depend on the number of workers.
 
-All is written to data/NAME.partial/, which becomes data/NAME/ when it is complete. A run that was interrupted, in
-whatever way, is resumed by the same command after the last finished piece, and ends in the same bytes.
+Everything is written to data/NAME.partial/, which becomes data/NAME/ when it is complete. An interrupted run is
+resumed by the same command from the last finished piece, and ends in the same bytes.
 """
 import argparse
 import collections
@@ -91,7 +91,7 @@ TEXT, RECORDS = (".txt", ".md", ".py"), (".jsonl", ".jsonl.gz", ".jsonl.zst", ".
 UNIT = 8 << 20  # bytes of text, about, that a worker takes at a time
 RETRY_PAUSES = (1, 4, 15, 60)  # seconds, after network errors
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-SPLIT_WORD = re.compile(r"(?<![A-Za-z])(train|val(?:id|idation)?)(?![A-Za-z])")  # in the name of a file of tokens
+SPLIT_WORD = re.compile(r"(?<![A-Za-z])(train|val(?:id|idation)?|test)(?![A-Za-z])")  # in the name of a file of tokens
 
 
 class UserError(Exception):
@@ -128,17 +128,9 @@ def load_tokenizer(name, file=None):
                             "a network, or in the folder TIKTOKEN_CACHE_DIR vocab.bpe as "
                             "6d1cbeee0f20b3d9449abfede4726ed8212e3aee and encoder.json as "
                             "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6", "export TIKTOKEN_CACHE_DIR=FOLDER") from None
-        if hasattr(gpt2, "encode_to_numpy"):
-            encode = functools.partial(gpt2.encode_to_numpy, disallowed_special=())
-        else:  # an older tiktoken
-            def encode(text):
-                return np.array(gpt2.encode_ordinary(text))
-        return Tokenizer("gpt2", 50257, 50256, lambda text, start: encode(text), gpt2.decode,
+        return Tokenizer("gpt2", 50257, 50256, lambda text, start: gpt2.encode_to_numpy(text, disallowed_special=()), gpt2.decode,
                          lambda: np.array([len(gpt2.decode_single_token_bytes(i)) for i in range(50256)] + [0]))
-    try:
-        import sentencepiece
-    except ImportError:
-        raise UserError("sentencepiece is not installed", "it, for llama2", "pip install sentencepiece") from None
+    import sentencepiece
     if not Path(file).is_file() or sha256(file) != LLAMA2["sha256"]:
         raise UserError(f"{file} is not Llama 2's tokenizer.model", f"sha256 {LLAMA2['sha256'][:16]}...",
                         f"leave --tokenizer_file out and it is downloaded from {LLAMA2['repo']}")
@@ -187,22 +179,28 @@ def describe(kind, path, name):
 def walk(folder):
     """(path, posix path relative to `folder`) of each file below it, sorted by the latter."""
     paths = [Path(root, name) for root, _, names in os.walk(folder) for name in names]
+    paths = [path for path in paths if path.is_file()]  # not a dangling link, such as an editor's lock, nor a pipe
     return sorted(((path, path.relative_to(folder).as_posix()) for path in paths), key=lambda pair: pair[1])
+
+
+def check_there(path, expected):
+    if not path.is_file() and not path.is_dir():
+        found = "is a pipe or a device" if path.exists() else "does not exist"
+        raise UserError(f"{path} {found}", expected, f"ls -l {quote(str(path.parent))}")
 
 
 def find_files(paths):
     """The files of known kind in `paths`, files or folders, in order; one that is met twice counts once."""
     found = {}
     for path in map(Path, paths):
-        if not path.exists():
-            raise UserError(f"--input {path} does not exist", "a file or a folder", f"ls {quote(str(path.parent))}")
-        for file, name in walk(path) if path.is_dir() else [(path, path.name)]:
-            if name.endswith(TEXT + RECORDS):
-                kind = "text" if name.endswith(TEXT) else "parquet" if name.endswith(".parquet") else "json"
-                found.setdefault(file.resolve(), describe(kind, file, name))
-    if not any(file["size"] for file in found.values()):
-        raise UserError(f"--input {' '.join(paths)} holds no text", f"text in files {' '.join(TEXT + RECORDS)}",
-                        f"ls -R {quote(paths[0])}")
+        check_there(path, "a file or a folder")
+        files = [(file, name) for file, name in (walk(path) if path.is_dir() else [(path, path.name)])
+                 if name.endswith(TEXT + RECORDS)]
+        if not files:
+            raise UserError(f"--input {path} holds no text", f"text in files {' '.join(TEXT + RECORDS)}", f"ls -R {quote(str(path))}")
+        for file, name in files:
+            kind = "text" if name.endswith(TEXT) else "parquet" if name.endswith(".parquet") else "json"
+            found.setdefault(file.resolve(), describe(kind, file, name))
     return list(found.values())
 
 
@@ -214,8 +212,9 @@ def choose_val(files, share):
     texts, records = ([file for file in files if (file["kind"] == "text") == is_text] for is_text in (True, False))
     for file in texts:
         file["val"] = hash_share(os.fsencode(file["name"])) < share
+    first = share and next((file for file in records if any(True for _ in documents({**file, "val": False}))), None)
     for file in records:
-        file.update(val=share, first_is_val=share > 0 and file is records[0])
+        file.update(val=share, first_is_val=file is first)  # a file may be without a record
     if share and len(files) == len(texts) == 1:
         texts[0].update(val=False, tail=share)
     elif share and not records and not any(file["val"] for file in texts):
@@ -393,7 +392,7 @@ def json_rows(unit):
 def json_text(line, where):
     try:
         record = json.loads(line)
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise UserError(f"{where} is not JSON in UTF-8 ({e})", "an object with a field text", "delete it") from None
     if not isinstance(record, dict) or not isinstance(record.get("text"), str):
         fields = ", ".join(record) if isinstance(record, dict) else type(record).__name__
@@ -408,13 +407,18 @@ def json_text(line, where):
 
 def ready_blocks(unit, tokenizer):
     """Yield (ids, rows of encode_unit's table) of a file that holds ids already."""
-    lengths = tokenizer.lengths()
-    with open(unit["path"], "rb") as f:
-        f.seek(unit["skip"])
+    lengths, path, crc = tokenizer.lengths(), unit["path"], 0
+    with open(path, "rb") as f:
+        words = np.frombuffer(f.read(unit["skip"]), "<u4")[3:7].tolist()  # none in nanoGPT's, zeros in llm.c's
+        ours = words[3:] == [1]
+        if ours and words[0] != tokenizer.vocab_size:
+            raise UserError(f"{path} holds ids of a vocabulary of {words[0]}", f"{tokenizer.vocab_size}, of {tokenizer.name}",
+                            "--tokenizer names what made it")
         while block := f.read(8 << 20):
+            crc = zlib.crc32(block, crc)
             ids = np.frombuffer(block, dtype="<u2")
             if ids.max() >= tokenizer.vocab_size:
-                raise UserError(f"{unit['path']} holds the id {ids.max()}", f"ids below {tokenizer.vocab_size}",
+                raise UserError(f"{path} holds the id {ids.max()}", f"ids below {tokenizer.vocab_size}",
                                 "--tokenizer names what made it; ids over 65,535 do not fit in a shard")
             ends = np.flatnonzero(ids == tokenizer.eot) + 1
             starts = np.append(0, ends[ends < len(ids)])
@@ -422,6 +426,8 @@ def ready_blocks(unit, tokenizer):
             rows[:, 0], rows[:len(ends), 1] = unit["val"], 1
             rows[:, 2], rows[:, 3] = np.diff(starts, append=len(ids)), np.add.reduceat(lengths[ids], starts)
             yield ids, rows
+    if ours and crc != words[2]:
+        raise UserError(f"{path} is damaged, the crc32 of its tokens is {crc:08x}", f"{words[2]:08x}", "copy it again")
 
 
 def encode_unit(unit, part, tokenizer):
@@ -501,6 +507,10 @@ def build(args, source, found, tokenizer, inputs, splits, limit=None, fetch=None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     workers = args.workers or min(cores, 1 + size // UNIT)
     with encoders(workers, tokenizer) as (submit, codec), locked(folder):
+        if (final / "manifest.json").exists():  # since existing() looked
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # which locked() has made anew
+            raise UserError(f"another prepare.py has made {final} meanwhile", "nothing there", "the same command checks what it made")
         seen = list(itertools.accumulate(inputs, lambda before, item: digest([before, item]), initial=""))
         state = resume(folder, source, tokenizer[0], found, seen)
         began, fresh = time.monotonic(), state["at"] == [0, 0, 0]
@@ -637,11 +647,12 @@ def finish(folder, name, state, codec, splits):
     totals, shards = state["splits"], list(state["shards"])
     n = sum(total["documents"] for total in totals.values())
     if not any(total["bytes"] for total in totals.values()):
-        raise UserError(f"the {n} documents hold no text", "one at least that does", "name others with --input")
+        raise UserError(f"none of the {n} documents holds text", "at least one that does", "give other files with --input")
     for split in SPLITS:
         whole, rest = divmod(totals[split]["tokens"], SHARD_TOKENS)
         if split in splits and not whole + rest:
-            raise UserError(f"{n} documents leave none for {split}", "one", "add text, or change --val_fraction")
+            raise UserError(f"{n} documents leave none for {split}", "at least one",
+                            "add text, or give more --tokens or another --val_fraction")
         if rest:
             shards.append(seal(folder, split, whole, rest, codec))
     manifest = {"format": 1, "name": name, "source": {**state["source"], **state["found"]}, "tokenizer": codec.name,
@@ -677,7 +688,7 @@ def sha256(path):
 
 
 def digest(thing):
-    return hashlib.sha256(json.dumps(thing, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps(thing, sort_keys=True).encode()).hexdigest()[:32]
 
 
 @contextlib.contextmanager
@@ -732,12 +743,13 @@ def check_disk(*needs):
 
 def hub(what, call, instead=""):
     """call(HfApi()), with network errors retried and every other one told in one line. instead: what does without a network"""
-    from huggingface_hub import HfApi, errors
+    from huggingface_hub import HfApi, constants, errors
     api, login = HfApi(), "hf auth login, or look at HF_ENDPOINT"
     refusals = [(errors.GatedRepoError, "the repository is gated", "an account that accepted its terms", login),
                 (errors.RevisionNotFoundError, "no such revision", "a branch, tag or commit", "--revision main"),
-                (errors.RepositoryNotFoundError, f"{api.endpoint} has no such repository, or hides it", "it", login),
-                (errors.EntryNotFoundError, "no such file at this revision", "it", "--revision main")]
+                (errors.RepositoryNotFoundError, f"{api.endpoint} has no such repository, or it is private",
+                 "one that this account can read", login),
+                (errors.EntryNotFoundError, "no such file at this revision", "a revision that has it", "--revision main")]
     for pause in (*RETRY_PAUSES, None):
         try:
             return call(api)
@@ -745,6 +757,8 @@ def hub(what, call, instead=""):
             error, status = e, getattr(getattr(e, "response", None), "status_code", None) or 500
         if getattr(error, "errno", None) in (*DISK_FULL, errno.EACCES, errno.EROFS):
             raise error
+        if constants.HF_HUB_OFFLINE:
+            raise UserError(f"{what}: HF_HUB_OFFLINE is set", "a network", f"unset HF_HUB_OFFLINE{instead}")
         if not isinstance(error, errors.LocalEntryNotFoundError):  # that one is a network error by another name
             for kind, found, expected, mend in refusals:
                 if isinstance(error, kind):
@@ -813,11 +827,13 @@ def background(call):
 
 
 def named_tokenizer(args, default):
-    name, file = args.tokenizer or default, None
+    file, repo, model = getattr(args, "tokenizer_file", None), LLAMA2["repo"], LLAMA2["file"]
+    name = args.tokenizer or ("llama2" if file else default)
+    if file and name != "llama2":
+        raise UserError(f"--tokenizer_file={file} is not for {name}", "--tokenizer llama2 with it", "leave --tokenizer_file out")
     if name == "llama2":
-        repo, model = LLAMA2["repo"], LLAMA2["file"]
-        file = args.tokenizer_file or hub(f"{model} of {repo}", lambda api: api.hf_hub_download(repo, model),
-                                          "; --tokenizer_file=PATH takes one that you have")
+        file = file or hub(f"{model} of {repo}", lambda api: api.hf_hub_download(repo, model),
+                           "; --tokenizer_file=PATH takes one that you have")
     return name, file
 
 
@@ -845,17 +861,21 @@ def prepare_text(args):
 def prepare_import(args):
     """Tokens of others: nanoGPT's headerless train.bin and val.bin, or shards of llm.c or modded-nanogpt."""
     path = Path(args.path)
-    if not path.exists():
-        raise UserError(f"{path} does not exist", "train.bin, or a folder of shards", f"ls {quote(str(path.parent))}")
+    check_there(path, "train.bin, or a folder of shards")
     folder = path if path.is_dir() else path.parent
     pair = [folder / name for name in ("val.bin", "train.bin") if (folder / name).exists()]  # nanoGPT's belong together
     if path in pair or path == folder and pair:
         shards = pair
     else:
-        shards = sorted([path] if path != folder else folder.glob("*.bin"), key=lambda p: (not validates(p.name), p.name))
+        shards = [path] if path != folder else [shard for shard in folder.glob("*.bin") if shard.is_file()]
+        shards.sort(key=lambda p: (not validates(p.name), p.name))
     if (folder / "meta.pkl").exists() or not shards:
         found = "a meta.pkl, so its ids are those of a character-level vocabulary" if shards else "no .bin file"
         raise UserError(f"{folder} holds {found}", "ids of gpt2", "python prepare.py text --input PATH --name NAME")
+    tests = [shard for shard in shards if SPLIT_WORD.findall(shard.name)[-1:] == ["test"]]
+    if tests and tests != shards:
+        raise UserError(f"{folder} holds {tests[0].name} beside other files", "files to train and to validate on",
+                        f"mv {quote(str(tests[0]))} elsewhere")
     files = [{**describe("ready", shard, shard.name), "val": validates(shard.name)} for shard in shards]
     splits = [split for split in SPLITS if any(file["val"] == (split == "val") for file in files)]
     return prepare_files(args, {"kind": "import", "path": args.path}, (args.tokenizer or "gpt2", None), files, splits)
@@ -863,7 +883,7 @@ def prepare_import(args):
 
 def validates(name):
     """Does a file of tokens, by the last such word in its name?"""
-    return SPLIT_WORD.findall(name)[-1:] not in ([], ["train"])
+    return SPLIT_WORD.findall(name)[-1:] not in ([], ["train"], ["test"])
 
 
 def prepare_files(args, source, tokenizer, files, splits):
@@ -878,6 +898,8 @@ def existing(args, source, tokenizer, files=()):
     folder = Path(args.data_dir, args.name)
     mend = f"choose another --name, or rm -r {quote(str(folder))}"
     if not folder.is_dir() or not any(folder.iterdir()):
+        if folder.is_file() or folder.is_symlink():  # what is made could not take its place
+            raise UserError(f"{folder} is a file or a link", "a folder, or nothing there", "choose another --name")
         return None
     if not (folder / "manifest.json").exists():
         raise UserError(f"{folder} holds {min(folder.iterdir()).name} and no manifest.json", "nothing there",
@@ -926,7 +948,8 @@ def check_shards(folder, manifest, thorough=False):
     shards, totals = {shard["file"]: shard for shard in manifest["shards"]}, {split: [0, 0] for split in SPLITS}
     for file in sorted({*shards, *(path.name for path in folder.glob("*.bin"))}):
         path, shard = folder / file, shards.get(file)
-        expect(file, "in the manifest, on the disk:", (shard is not None, path.exists()), (True, True))
+        places = ["in the manifest"] * (shard is not None) + ["on the disk"] * path.exists()
+        expect(file, "it is", " and ".join(places), "in the manifest and on the disk")
         expect(file, "its bytes are", path.stat().st_size, HEADER + 2 * shard["tokens"])
         totals[shard["split"]][0] += shard["tokens"]
         if thorough:
@@ -981,23 +1004,24 @@ def did_you_mean(word, words):
 
 def token_count(text):
     number = re.fullmatch(r"(\d[\d_]*(?:\.\d+)?)([kMBT]?)", text)
-    if not number:
-        raise argparse.ArgumentTypeError(f"{text} is no number of tokens such as 10B, 500M or 1_000_000")
-    unit = {"": 1, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[number[2]]
-    return max(1, round(float(number[1].replace("_", "")) * unit))
+    unit = {"": 1, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+    count = round(float(number[1].replace("_", "")) * unit[number[2]]) if number else 0
+    if not count:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of tokens, such as 10B, 500M or 1_000_000")
+    return count
 
 
 def val_fraction(text):
     with contextlib.suppress(ValueError):
         if 0 <= float(text) < 1:
             return float(text)
-    raise argparse.ArgumentTypeError(f"{text} is no number from 0 to less than 1")
+    raise argparse.ArgumentTypeError(f"{text} is not a number from 0 to less than 1")
 
 
 def worker_count(text):
     if re.fullmatch(r"0*[1-9]\d{0,2}", text):
         return int(text)
-    raise argparse.ArgumentTypeError(f"{text} is no number from 1 to 999")
+    raise argparse.ArgumentTypeError(f"{text} is not a number from 1 to 999")
 
 
 class Parser(argparse.ArgumentParser):
@@ -1021,7 +1045,7 @@ def parse(argv):
         if name == "import":
             add("path", metavar="PATH", help="nanoGPT's train.bin, or a shard, or a folder of them")
         if name in ("verify", "show"):
-            add("name", help="a dataset")
+            add("name", help="a dataset, or the path of its folder")
         else:
             default = None if name in ("text", "import") else name
             add("--name", required=name == "text", default=default, help="of the dataset to make")
@@ -1032,17 +1056,20 @@ def parse(argv):
         if name in SOURCES or name in ("text", "import"):
             add("--tokenizer", choices={"import": ("bytes", "gpt2"), "fineweb10b-gpt2": ("gpt2",)}.get(
                 name, ("bytes", "gpt2", "llama2")))
-        if name not in ("pysrc", "import", "verify"):
+        if name not in ("pysrc", "import", "verify", "fineweb10b-gpt2"):
             add("--tokenizer_file", metavar="PATH", help="llama2's tokenizer.model (else it comes from the Hub)")
         add("--data_dir", default="data", help="where all datasets are (data)")
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         options = [name for action in commands.choices[args.command]._actions for name in action.option_strings[-1:]]
-        raise UserError(f"{args.command} knows no {unknown[0]}", f"one of {', '.join(options)}",
+        raise UserError(f"{args.command} has no option {unknown[0]}", f"one of {', '.join(options)}",
                         did_you_mean(unknown[0], options) or f"python prepare.py {args.command} --help")
     if args.command == "import" and not args.name:
         args.name = (path if (path := Path(args.path)).is_dir() else path.parent).absolute().name
-    if args.name and not re.fullmatch(r"(?!.*\.partial$)[A-Za-z0-9][\w.-]*", args.name):
+    if args.command in ("verify", "show"):
+        if os.sep in args.name:  # data/pysrc/, as a shell completes it
+            args.data_dir, args.name = str(Path(args.name).parent), Path(args.name).name
+    elif not re.fullmatch(r"(?!.*\.partial$)[A-Za-z0-9][\w.-]*", args.name):
         raise UserError(f"{args.name} cannot name a dataset", "letters, digits, - _ and . in it", "--name mine")
     return args
 
@@ -1066,9 +1093,15 @@ def main(argv):
 def cli():
     try:
         main(sys.argv[1:])
+        sys.stdout.flush()  # at exit it would be too late for the BrokenPipeError below
         return 0
     except UserError as e:
         message, status = str(e), 1
+    except ModuleNotFoundError as e:
+        message, status = f"package {e.name} is missing; expected it to be installed; pip install {e.name}", 1
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit would fail too
+        return int(sys.argv[1:2] != ["show"])  # `show NAME | head` has read enough; others may not be done
     except KeyboardInterrupt:
         message, status = "interrupted; what is finished is kept; the same command goes on from there", 130
     except OSError as e:

@@ -28,6 +28,7 @@ import numpy as np
 import pytest
 
 import prepare
+from common import write_shard
 
 SCRIPT = os.path.abspath(prepare.__file__)
 LLAMA2 = os.environ.get("LLAMA2_TOKENIZER")
@@ -58,6 +59,8 @@ def start(*args, setup="", **kwargs):
 def text(*inputs, name="mine", tokenizer="bytes", workers="1", **options):
     """prepare.py text in this process."""
     options = {"name": name, "tokenizer": tokenizer, "workers": workers, **options}
+    if tokenizer == "llama2":
+        options["tokenizer_file"] = LLAMA2
     prepare.main(["text", "--input", *map(str, inputs), *(f"--{key}={value}" for key, value in options.items())])
 
 
@@ -99,7 +102,7 @@ def write_parquet(path, rows, group=7):
     import pyarrow
     import pyarrow.parquet
     pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
-    table = pyarrow.table({"id": list(range(len(rows))), "text": rows, "score": [0.5] * len(rows)})
+    table = pyarrow.table({"id": list(range(len(rows))), "text": pyarrow.array(rows, "string"), "score": [0.5] * len(rows)})
     pyarrow.parquet.write_table(table, path, row_group_size=group)
 
 
@@ -209,7 +212,7 @@ def test_a_large_text_is_encoded_in_parts_with_the_ids_of_the_whole(tokenizer, e
     document = "".join(sentences(100, seed=5))
     write("in/a.txt", document)
     write("in/b.txt", "b")  # shares the corpus, so that a.txt stays one document
-    text("in", tokenizer=tokenizer, tokenizer_file=LLAMA2)
+    text("in", tokenizer=tokenizer)
     both = documents("mine", "train", eot) + documents("mine", "val", eot)
     assert sorted(both, key=len)[-1] == reference(tokenizer)(document)
     assert len(both) == 2
@@ -241,7 +244,7 @@ def test_every_kind_of_file(tokenizer, eot, tmp_path):
     write("in/f.jsonl.gz", gzip.compress(jsonl(rows["gz"])))
     write_zst("in/g.jsonl.zst", jsonl(rows["zst"], nested={"a": [1, {"b": None}]}))
     write("in/h.json.gz", gzip.compress(jsonl(rows["c4"])))
-    text("in", tokenizer=tokenizer, tokenizer_file=LLAMA2, val_fraction=0.2)
+    text("in", tokenizer=tokenizer, val_fraction=0.2)
     expected = [whole["a.txt"], whole["b.md"], *(row for kind in rows.values() for row in kind), whole["sub/c.py"]]
     train, val = documents("mine", "train", eot), documents("mine", "val", eot)
     assert 10 < len(val) < 60
@@ -267,7 +270,7 @@ def test_the_training_script_reads_what_was_prepared(tokenizer, vocabulary, eot,
     import train_gpt
     write("in/a.jsonl", jsonl(sentences(20)))
     monkeypatch.setattr(prepare, "SHARD_TOKENS", 1000)
-    text("in", tokenizer=tokenizer, tokenizer_file=LLAMA2)
+    text("in", tokenizer=tokenizer)
     for name, value in dict(block_size=16, data_dir="data", check_shards=True).items():
         monkeypatch.setattr(train_gpt, name, value)
     shards, windows = train_gpt.Shards("mine", "train"), []
@@ -343,6 +346,11 @@ def test_a_small_corpus_has_a_validation_split():
     write("r.jsonl", jsonl(["first", "second"]))
     text("r.jsonl", name="records")
     assert texts("records", "val") == ["first"] and texts("records", "train") == ["second"]
+    write_parquet("empty/a.parquet", [])
+    write("empty/b.jsonl", "")
+    write("empty/c.jsonl", jsonl(["first", "second"]))
+    text("empty", name="after_empty_files")
+    assert texts("after_empty_files", "val") == ["first"] and texts("after_empty_files", "train") == ["second"]
     text("few", name="all", val_fraction=0)
     assert len(texts("all", "train")) == 5 and texts("all", "val") == []
 
@@ -449,11 +457,25 @@ def test_what_two_folders_need_of_one_disk_adds_up(monkeypatch):
         prepare.check_disk(("data", 2000), ("cache", 1001))
 
 
-def test_two_runs_do_not_write_one_dataset():
+def test_two_runs_do_not_write_one_dataset(monkeypatch):
     write("a.txt", "x " * 1000)
     os.makedirs("data/mine.partial")
     with prepare.locked("data/mine.partial"):
         refused("another prepare.py", "--name", "text", "--input", "a.txt", "--name", "mine", left=["mine.partial"])
+    text("a.txt")
+    whole = contents("data/mine")
+    monkeypatch.setattr(prepare, "existing", lambda *args: None)  # it looked just before the other one was done
+    refused("another prepare.py has made data/mine", "same command", "text", "--input", "a.txt", "--name", "mine", left=["mine"])
+    assert contents("data/mine") == whole
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_what_the_finished_folder_cannot_replace_is_told_first(link, monkeypatch):
+    write("a.txt", "x " * 1000)
+    os.makedirs("data/empty")
+    os.symlink("empty", "data/mine") if link else write("data/mine", "")
+    monkeypatch.setattr(prepare, "build", None)
+    refused("data/mine is a file or a link", "--name", "text", "--input", "a.txt", "--name", "mine", left=["empty", "mine"])
 
 
 def test_files_may_change_until_they_are_read(monkeypatch):
@@ -597,7 +619,7 @@ def test_verify_names_the_first_bad_shard(dataset):
     shard.write_bytes(whole[:-2])
     check("mine_train_000001.bin: its bytes")
     shard.unlink()
-    check("mine_train_000001.bin: in the manifest")
+    check("mine_train_000001.bin: it is in the manifest; expected in the manifest and on the disk")
     for key in ("tokens", "documents"):
         splits = {**listed["splits"], "val": {**listed["splits"]["val"], key: 99}}
         manifest.write_text(json.dumps({**listed, "splits": splits}))
@@ -605,7 +627,7 @@ def test_verify_names_the_first_bad_shard(dataset):
     manifest.write_text("{")
     check("manifest.json is damaged")
     write(dataset / "mine_train_000009.bin", whole)
-    refused("mine_train_000009.bin", "rm -r", "verify", "mine", left=["mine"])
+    refused("mine_train_000009.bin: it is on the disk; expected", "rm -r", "verify", "mine", left=["mine"])
 
 
 def test_verify_finds_ids_beyond_the_vocabulary(dataset):
@@ -627,6 +649,22 @@ def test_show_decodes(dataset, capsys):
     prepare.main(["show", "mine"])
     out = capsys.readouterr().out
     assert '"tokenizer": "bytes"' in out and repr(sentences(50)[0][:20])[1:-1] in out
+
+
+@pytest.mark.parametrize("command", ["verify", "show"])
+def test_a_dataset_may_be_named_by_its_folder(dataset, command, capsys):
+    for path in (f"{dataset}/", str(dataset.resolve())):  # the first as a shell completes it
+        prepare.main([command, path])
+        assert f"{os.path.normpath(path)}: bytes tokens" in capsys.readouterr().out
+    refused("data/mien/manifest.json does not exist", "did you mean mine?", command, "data/mien/", left=["mine"])
+
+
+def test_show_piped_into_head_ends_without_a_complaint(dataset):
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, SCRIPT, "show", "mine"], stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_complete_means_same_source_and_whole_shards(dataset):
@@ -683,6 +721,41 @@ def test_little_to_validate_on_is_told(capsys):
     assert "note: 0 tokens to validate on" in out and "put the val file beside" in out
 
 
+def test_import_of_our_own_shards(monkeypatch):
+    write("in/a.jsonl", jsonl(sentences(50)))
+    monkeypatch.setattr(prepare, "SHARD_TOKENS", 1000)
+    text("in")
+    prepare.main(["import", "data/mine", "--name", "again", "--tokenizer", "bytes", "--workers", "1"])
+    first, second = (json.loads(pathlib.Path("data", name, "manifest.json").read_text()) for name in ("mine", "again"))
+    assert first["splits"] == second["splits"] and len(first["shards"]) == len(second["shards"]) > 3
+
+
+@pytest.mark.parametrize("tokens", [1000, 5_000_000])  # the latter is more than one block
+def test_import_checks_the_header_of_our_own_shards(tokens):
+    ids = np.full(tokens, 65)
+    ids[::900] = 256
+    write_shard("a/x_train_000001.bin", ids)
+    flags = ("--name", "mine", "--tokenizer", "bytes", "--workers", "1")
+    prepare.main(["import", "a", *flags])
+    assert json.loads(pathlib.Path("data/mine/manifest.json").read_text())["splits"]["train"]["documents"] == (ids == 256).sum()
+    shutil.rmtree("data")
+    write("a/x_train_000001.bin", pathlib.Path("a/x_train_000001.bin").read_bytes()[:-2] + b"B\0")
+    refused("x_train_000001.bin is damaged, the crc32", "copy it again", "import", "a", *flags)
+    write_shard("a/x_train_000001.bin", ids, vocab=50257)
+    refused("a vocabulary of 50257; expected 257, of bytes", "--tokenizer", "import", "a", *flags)
+
+
+def test_import_does_not_train_on_what_is_there_to_test():
+    for name in ("x_train", "x_val", "x_test"):
+        write(f"a/{name}.bin", shard_of_others(np.full(400, 65)))
+    flags = ("--name", "mine", "--tokenizer", "bytes", "--workers", "1")
+    refused("a holds x_test.bin", "mv a/x_test.bin", "import", "a", *flags)
+    os.makedirs("tests")
+    os.rename("a/x_test.bin", "tests/x_test.bin")
+    prepare.main(["import", "tests", *flags])  # of what is there alone its owner knows best
+    assert len(tokens("mine", "train")) == 400
+
+
 def test_import_refuses():
     write("a/train.bin", np.arange(300, dtype="<u2").tobytes())
     refused("holds the id 299", "--tokenizer", "import", "a/train.bin", "--tokenizer", "bytes", "--workers", "1")
@@ -715,14 +788,14 @@ def test_import_refuses():
 @pytest.mark.parametrize("found, mend, argv", [
     ("no source or command fineweeb", "did you mean fineweb?", ["fineweeb"]),
     ("no source or command 7", "prepare.py text", ["7"]),
-    ("pysrc knows no --worker", "did you mean --workers?", ["--worker", "3"]),
-    ("text knows no --nam", "did you mean --name?", ["text", "--input", "in", "--nam", "x", "--name", "y"]),
+    ("pysrc has no option --worker", "did you mean --workers?", ["--worker", "3"]),
+    ("text has no option --nam", "did you mean --name?", ["text", "--input", "in", "--nam", "x", "--name", "y"]),
     ("--input", "--help", ["text", "--name", "mine"]),
     ("--name", "--help", ["text", "--input", "in"]),
-    ("0 is no number from 1 to 999", "--help", ["fineweb", "--workers", "0"]),
-    ("pysrc knows no --tokenizer;", "--help", ["pysrc", "--tokenizer", "gpt2"]),
+    ("0 is not a number from 1 to 999", "--help", ["fineweb", "--workers", "0"]),
+    ("pysrc has no option --tokenizer;", "--help", ["pysrc", "--tokenizer", "gpt2"]),
     ("10Q", "--help", ["fineweb", "--tokens", "10Q"]),
-    ("1.5 is no number", "--help", ["text", "--input", "in", "--name", "mine", "--val_fraction", "1.5"]),
+    ("1.5 is not a number", "--help", ["text", "--input", "in", "--name", "mine", "--val_fraction", "1.5"]),
     ("invalid choice: 'gpt3'", "--help", ["text", "--input", "in", "--name", "mine", "--tokenizer", "gpt3"]),
     ("../up", "--name mine", ["text", "--input", "in", "--name", "../up"]),
     ("x.partial", "--name mine", ["text", "--input", "in", "--name", "x.partial"]),
@@ -737,11 +810,20 @@ def test_import_refuses():
     ("in/cut.parquet is damaged", "rm in/cut.parquet", ["text", "--input", "in/cut.parquet", "--name", "mine"]),
     ("is damaged", "rm in/cut.jsonl.zst", ["text", "--input", "in/cut.jsonl.zst", "--name", "mine"]),
     ("is damaged", "rm in/cut.jsonl.gz", ["text", "--input", "in/cut.jsonl.gz", "--name", "mine"]),
-    ("hold no text", "--input", ["text", "--input", "in/blank.jsonl", "--name", "mine"]),
+    ("in/odd.png holds no text", "ls", ["text", "--input", "in/fine.txt", "in/odd.png", "--name", "mine"]),
+    ("none of the 2 documents holds text", "--input", ["text", "--input", "in/blank.jsonl", "--name", "mine"]),
+    ("none of the 0 documents holds text", "--input", ["text", "--input", "in/nothing.txt", "--name", "mine"]),
     ("1 documents leave none for train", "add text", ["text", "--input", "in/single.jsonl", "--name", "mine"]),
+    ("1 documents leave none for train", "more --tokens", ["text", "--input", "in/single.jsonl", "--name", "mine"]),
+    ("the line at byte 0 is not JSON", "delete it", ["text", "--input", "in/deep.jsonl", "--name", "mine"]),
     ("nope/manifest.json does not exist", "python prepare.py", ["verify", "nope"]),
     ("not Llama 2's tokenizer.model", "--tokenizer_file", [
         "text", "--input", "in/fine.txt", "--name", "mine", "--tokenizer", "llama2", "--tokenizer_file", "in/odd.png"]),
+    ("not Llama 2's tokenizer.model", "--tokenizer_file", [  # it alone means llama2
+        "text", "--input", "in/fine.txt", "--name", "mine", "--tokenizer_file", "in/odd.png"]),
+    ("--tokenizer_file=in/odd.png is not for bytes", "leave --tokenizer_file out", [
+        "text", "--input", "in/fine.txt", "--name", "mine", "--tokenizer", "bytes", "--tokenizer_file", "in/odd.png"]),
+    ("fineweb10b-gpt2 has no option --tokenizer_file", "--help", ["fineweb10b-gpt2", "--tokenizer_file", "in/odd.png"]),
 ])
 def test_bad_input(found, mend, argv):
     import pyarrow
@@ -756,12 +838,47 @@ def test_bad_input(found, mend, argv):
     write("in/body.jsonl", b'{"body": "a", "id": 1}\n')
     write("in/blank.jsonl", jsonl(["", ""]))
     write("in/single.jsonl", jsonl(["one"]))
+    write("in/nothing.txt", "")
+    write("in/deep.jsonl", '{"text": ' + "[" * 100_000)
     write("in/cut.parquet", b"PAR1 and no more")
     pyarrow.parquet.write_table(pyarrow.table({"id": [1], "body": ["x"]}), "in/body.parquet")
     write_zst("whole.zst", os.urandom(10_000))
     write("in/cut.jsonl.zst", pathlib.Path("whole.zst").read_bytes()[:5000])
     write("in/cut.jsonl.gz", gzip.compress(os.urandom(10_000))[:5000])
     refused(found, mend, *argv, *(["--workers", "1"] if argv[0] == "text" else []))
+
+
+@pytest.mark.parametrize("tokens", ["0", "0.0001k", "10Q"])
+def test_a_number_of_tokens_is_at_least_one(tokens):
+    with pytest.raises(prepare.UserError, match=f"{tokens} is not a number of tokens, such as 10B"):
+        prepare.parse(["fineweb", "--tokens", tokens])
+
+
+def test_an_editors_lock_and_a_pipe_are_not_read():
+    write("in/a.txt", "word " * 1000)
+    write("in/x_train.bin", shard_of_others(np.full(400, 65)))
+    for name in (".#a.txt", ".#x_train.bin"):
+        os.symlink("me@host.1234", f"in/{name}")
+    for name in ("b.txt", "x_val.bin"):
+        os.mkfifo(f"in/{name}")
+    text("in")
+    prepare.main(["import", "in", "--name", "theirs", "--tokenizer", "bytes", "--workers", "1"])
+    assert len(tokens("mine", "train")) > 4000 and len(tokens("theirs", "train")) == 400
+    there = ["mine", "theirs"]
+    refused("in/b.txt is a pipe", "ls", "text", "--input", "in/b.txt", "--name", "more", left=there)
+    refused("in/x_val.bin is a pipe", "ls", "import", "in/x_val.bin", "--name", "more", left=there)
+
+
+@pytest.mark.parametrize("package, argv", [("tiktoken", ["in/a.txt", "--tokenizer", "gpt2"]), ("pyarrow", ["in/b.parquet"]), (
+    "sentencepiece", ["in/a.txt", "--tokenizer", "llama2", "--tokenizer_file", "nowhere"])])
+def test_a_missing_package_is_one_line(package, argv, monkeypatch, capsys):
+    write("in/a.txt", "word " * 100)
+    write_parquet("in/b.parquet", ["one", "two"])
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setattr(prepare, "load_tokenizer", prepare.load_tokenizer.__wrapped__)  # it remembers tokenizers
+    monkeypatch.setattr(sys, "argv", ["prepare.py", "text", "--name", "mine", "--workers", "1", "--input", *argv])
+    assert prepare.cli() == 1 and not os.path.exists("data/mine.partial")
+    assert capsys.readouterr().err.endswith(f"error: package {package} is missing; expected it to be installed; pip install {package}\n")
 
 
 def test_an_error_is_one_line_and_status_1():
@@ -949,7 +1066,7 @@ def test_source_from_the_hub(source, hub):
                                                     pytest.param("llama2", 2, "c4", marks=needs_llama2)])
 def test_source_with_its_own_tokenizer(tokenizer, eot, source, hub):
     _, val = lay_out(hub, source)
-    out = from_hub(hub, source, "--tokenizer_file", str(LLAMA2), setup=SMALL)
+    out = from_hub(hub, source, *(["--tokenizer_file", LLAMA2] if tokenizer == "llama2" else []), setup=SMALL)
     assert out.returncode == 0, out.stderr
     assert documents(source, "val", eot) == [reference(tokenizer)(row) for row in val]
 
@@ -1049,6 +1166,15 @@ def test_what_the_hub_refuses_is_one_line(where, status, code, found, mend, hub)
     assert out.returncode == 1 and found in out.stderr and mend in out.stderr, out.stderr
     assert len(out.stderr.splitlines()) == 1, out.stderr
     assert not os.path.exists("data") or not os.listdir("data")
+
+
+@pytest.mark.parametrize("call", [lambda api: api.dataset_info("a/b"), lambda api: api.hf_hub_download("a/b", "c")])
+def test_what_the_user_put_offline_is_not_tried_again(call, monkeypatch):
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(prepare.time, "sleep", lambda seconds: pytest.fail("a pause"))
+    with pytest.raises(prepare.UserError, match="a/b: HF_HUB_OFFLINE is set; expected a network; unset HF_HUB_OFFLINE"):
+        prepare.hub("a/b", call)
 
 
 def test_without_a_network_llama2_names_the_flag_that_needs_none(hub):
