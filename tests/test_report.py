@@ -330,6 +330,17 @@ def test_pairs_only_common_seeds(tmp_path, run, logs):
     assert row["n"] == "2" and float(row["difference"]) == pytest.approx(((1.00 - 0.98) + (1.01 - 0.97)) / 2)
 
 
+def test_where_no_seed_is_common_the_columns_stay_in_place(tmp_path, run, logs):
+    """The second experiment has nothing to pair, and its rows are below those of the first."""
+    for optimizer, seed in ("muon", 1), ("muon-vs", 2):
+        write(logs, f"other-{optimizer}.txt", log_text(optimizer, seed, run_name=f"other-{optimizer}", batch_size=16))
+    run()
+    with open(tmp_path / "out/paired.csv", newline="", encoding="utf-8") as f:
+        assert {len(row) for row in csv.reader(f)} == {6}
+    assert rows_of(tmp_path / "out/paired.csv")[-1] == {
+        "experiment": "gpt-demo-2", "optimizer": "muon-vs", "n": "0", "difference": "nan", "difference ±": "nan", "p": "nan"}
+
+
 def test_speedups_by_hand(tmp_path, run):
     """Of the mean curves over two seeds, one above and one below, and of their mean times."""
     for optimizer, ms, apart, curve in (("muon", 14.0, 0.5, (3.0, 2.0, 1.5, 1.2, 1.0)),
@@ -408,6 +419,27 @@ def test_the_baseline_is_the_configuration_with_most_seeds_then_the_best(tmp_pat
     assert [float(r["Δ"]) for r in rows_of(tmp_path / "out/final.csv")] == pytest.approx([-0.2, math.nan, 0.2], nan_ok=True)
 
 
+def test_a_configuration_that_diverged_is_not_the_baseline(tmp_path, run):
+    for lr, finals in (0.01, (1.1,)), (0.02, (1.0, math.nan)), (0.03, (math.nan,)):
+        for seed, final in enumerate(finals, 1):
+            name = f"lr{lr}-seed{seed}"
+            write(tmp_path / "logs", f"{name}.txt", log_text("muon", seed, (5.0, final), run_name=name, learning_rate=lr))
+    write(tmp_path / "logs", "vs.txt", log_text("muon-vs", 1, (5.0, 1.0)))
+    assert "3 configurations of muon; the baseline is 'muon learning_rate=0.01'" in run()[2]
+    assert float(rows_of(tmp_path / "out/final.csv")[-1]["Δ"]) == pytest.approx(0.1)
+
+
+def test_before_the_first_evaluation_there_is_no_loss(tmp_path, run):
+    for optimizer in "muon", "muon-vs":     # evaluated at steps 250 and 500 only
+        lines = log_text(optimizer, 1, (5.0, 3.0, 2.0)).splitlines(keepends=True)
+        write(tmp_path / "logs", f"{optimizer}.txt", "".join(line for line in lines if not line.startswith("step:0/")))
+    run()
+    losses, targets = rows_of(tmp_path / "out/checkpoints.csv")[0], rows_of(tmp_path / "out/speedup.csv")[0]
+    assert [losses[f"{p} %"] for p in report.CHECKPOINTS[:3]] == ["nan", "nan", "2.8"]
+    assert [targets[f"{p} %"] for p in report.CHECKPOINTS[:3]] == ["–", "–", "2.8000"]
+    assert "| target loss |  | – | – | 2.8000 |" in (tmp_path / "out/report.md").read_text()
+
+
 def test_tables_and_figures(tmp_path, run, logs, monkeypatch):
     bands, axes = [], pytest.importorskip("matplotlib.axes").Axes
     monkeypatch.setattr(axes, "fill_between", lambda ax, x, low, high, **how: bands.append(high - low))
@@ -430,6 +462,15 @@ def test_tables_and_figures(tmp_path, run, logs, monkeypatch):
         assert (tmp_path / f"out/gpt-demo-{figure}.png").stat().st_size > 5000
         assert "<svg" in (tmp_path / f"out/gpt-demo-{figure}.svg").read_text()
         assert f"(gpt-demo-{figure}.svg)" in markdown
+
+
+def test_a_report_without_a_baseline_leaves_no_table_of_the_one_before(tmp_path, run, logs):
+    write(tmp_path / "out", "mine.csv", "not of report.py")
+    run()
+    made = {path.stem for path in (tmp_path / "out").glob("*.csv")}
+    assert made - {"mine"} <= report.TABLES and {"speedup", "paired", "train"} <= made
+    run("--baseline", "none")
+    assert made - {path.stem for path in (tmp_path / "out").glob("*.csv")} == {"speedup", "paired", "train"}
 
 
 def test_same_logs_make_the_same_report(tmp_path, run, logs):
@@ -460,6 +501,13 @@ def test_record_passes(tmp_path, run):
     status, out, _ = run("--check-record")
     p = stats.ttest_1samp([1.10, 1.12] * 4, report.RECORD["target"], alternative="less").pvalue
     assert status == 0 and "FAIL" not in out and f"p = {p:.2g}" in out and "a record: train_time 5.0" in out
+
+
+@pytest.mark.parametrize("more", [["--seeds=1..8"], ["--zeroshot", "a.json"]])
+def test_a_record_is_checked_alone(tmp_path, run, more):
+    record_logs(tmp_path / "logs")
+    with pytest.raises(report.UserError, match="--check-record checks all of LOGS"):
+        run("--check-record", *more)
 
 
 @pytest.mark.parametrize("change, rule", [

@@ -10,7 +10,7 @@ Reads logs of train_gpt.py, train_llama.py and, as they are, of modded-nanogpt's
 report/report.md`; beside it each table as CSV in full precision, each figure as PNG and SVG. Seconds on a laptop.
 
 Runs are one experiment if they share every global but the seed, names, paths and those of the optimizer (OPTIMIZER).
-In an experiment each optimizer, and each configuration of one, is a row. All that is left out is named on stderr.
+In an experiment each optimizer, and each configuration of one, is a row. Whatever is left out is named on stderr.
 """
 
 import argparse
@@ -38,6 +38,7 @@ SEPARATOR = "=" * 100
 CHECKPOINTS = (20, 40, 60, 80, 100)     # % of the baseline's budget
 CONFIDENCE = 0.95                       # of intervals: two-sided, Student-t over seeds
 HALF_LIFE = 0.05                        # of the exponential mean over training losses, as a share of the budget
+TABLES = {"final", "checkpoints", "curves", "speedup", "paired", "train", "repeats", "cost", "zeroshot"}    # each a NAME.csv
 
 # globals that say nothing about the experiment, and those in which the rows of an experiment may differ
 SPEED = {"micro_batch_size", "activation_checkpointing", "compile"}     # nor do these, but for its times
@@ -257,8 +258,8 @@ def in_order(text):
 
 
 def main_row(rows):
-    """The configuration with most seeds; among equals the best."""
-    return max(rows, key=lambda r: (len(r.runs), -r.final.mean()), default=None)
+    """The configuration with most seeds; among equals the best. One that diverged only where all did."""
+    return max(rows, key=lambda r: (math.isfinite(r.final.mean()), len(r.runs), -r.final.mean()), default=None)
 
 
 def build_rows(runs):
@@ -370,7 +371,7 @@ def paired(baseline, row):
     from scipy import stats
     d = np.array([baseline.runs[s].final_loss - run.final_loss for s, run in row.runs.items() if s in baseline.runs])
     if not len(d):
-        return 0, math.nan, math.nan
+        return 0, (math.nan, math.nan), math.nan
     return len(d), interval(d), stats.ttest_1samp(d, 0.0).pvalue if len(d) > 1 and d.std() > 0 else math.nan
 
 
@@ -415,6 +416,8 @@ class Report:
 
     def write(self):
         self.out.mkdir(parents=True, exist_ok=True)
+        for name in TABLES - self.csv.keys():
+            (self.out / f"{name}.csv").unlink(missing_ok=True)      # of an earlier report
         for name, rows in self.csv.items():
             with open(self.out / f"{name}.csv", "w", newline="", encoding="utf-8") as f:
                 csv.writer(f).writerows(rows)
@@ -438,7 +441,7 @@ def tables(report, e):
 
     budget = (base or rows[0]).steps[-1]
     marks = {f"{share} %": share / 100 * budget for share in CHECKPOINTS}
-    at = {r.label: [np.array([np.interp(step, r.steps, loss, right=math.nan) for loss in r.loss])       # (N,) each
+    at = {r.label: [np.array([np.interp(step, r.steps, loss, left=math.nan, right=math.nan) for loss in r.loss])    # (N,) each
                     for step in marks.values()] for r in rows}
     report.table("checkpoints", e.name, f"Validation loss at shares of {budget} updates, mean ± half-width over seeds.",
                  {"optimizer": "s"} | dict.fromkeys(marks, ".4f"),
@@ -449,7 +452,7 @@ def tables(report, e):
                              for values in zip(r.steps, r.time, *interval(r.loss), r.acc.mean(0))]
 
     if base and others:
-        targets, speedups = [np.interp(step, base.steps, base.loss.mean(0)) for step in marks.values()], []
+        targets, speedups = [np.interp(step, base.steps, base.loss.mean(0), left=math.nan) for step in marks.values()], []
         for axis in ("steps", "time"):
             reach = {r.label: np.array([first_crossing(getattr(r, axis), r.loss.mean(0), t) for t in targets])
                      for r in rows}
@@ -460,7 +463,7 @@ def tables(report, e):
             f"Speedup: updates (training time) of {base.label} to a target over those of the optimizer; first crossing "
             f"of the mean curves by linear interpolation. Targets: losses of {base.label} at shares of its budget.",
             {"optimizer": "s", "axis": "s"} | dict.fromkeys(marks, ".2f"),
-            [("target loss", "", *(f"{target:.4f}" for target in targets)), *speedups])
+            [("target loss", "", *(f"{target:.4f}" if math.isfinite(target) else "–" for target in targets)), *speedups])
         report.table(
             "paired", e.name,
             f"Final loss of {base.label} − that of the optimizer over n common seeds, positive is better: mean ± half-"
@@ -670,6 +673,8 @@ def main(argv=None):
     ranges = [part.split("..") for part in args.seeds.split(",") if part]
     if not re.fullmatch(r"(\d+(\.\.\d+)?(,(?=\d)|$))*", args.seeds) or any(int(r[0]) > int(r[-1]) for r in ranges):
         raise UserError(f"found --seeds={args.seeds}; expected numbers and ranges, such as --seeds=1..8 or --seeds=1,2")
+    if args.check_record and (args.seeds or args.zeroshot):
+        raise UserError("--check-record checks all of LOGS and makes no table; leave --seeds and --zeroshot out")
     if args.check_record:
         return 0 if check_record(args.logs) else 1
     seeds = {str(seed) for ends in ranges for seed in range(int(ends[0]), int(ends[-1]) + 1)}
