@@ -78,7 +78,11 @@ def grid(script, study, given):
         axes = dict(sorted(axes.items(), key=lambda axis: axis[0] != "seed"))
         for values in itertools.product(*axes.values()):
             settings = dict(zip(axes, values))
-            runs[run_name(script, settings)] = {k: v for k, v in settings.items() if k != "repeat"}
+            name, passed = run_name(script, settings), {k: v for k, v in settings.items() if k != "repeat"}
+            if (before := runs.setdefault(name, passed)) != passed:
+                unlike = [" ".join(f"--{k}={v}" for k, v in a.items() if b.get(k) != v) for a, b in ((before, passed), (passed, before))]
+                raise UserError(f"{' and '.join(unlike)} would both be the run {name}; give each a command, --log_dir and "
+                                "--checkpoint_dir of its own")
     return runs
 
 
@@ -237,6 +241,8 @@ def main(argv=None):
     if not script.is_file():
         raise UserError(f"no script '{script}'; expected it first: python tools/sweep.py train_gpt.py --seed=1..8")
     given = parse(word for word in words[1:] if word != "--dry_run")
+    if own := given.keys() & {"run_name", "resume"}:
+        raise UserError(f"found --{min(own)}; sweep.py names its runs by their settings and resumes them: leave it out")
     study, jobs, nproc = (",".join(given.pop(k, [default])) for k, default in (("study", ""), ("jobs", "1"), ("nproc", "1")))
     if study and study not in STUDIES:
         raise UserError(f"unknown study '{study}'; expected one of {', '.join(STUDIES)}")
