@@ -111,8 +111,9 @@ def test_a_block_is_its_updates_but_the_first(bench, tmp_path):
 
 
 @pytest.mark.parametrize("flags, message", [
-    (["--n_layr=3"], "did you mean --n_layer"), (["--optimizers=sgd"], "--optimizer=sgd is unknown"), (["--script=x.py"], "there is no"),
-    (["--script=optim.py"], "no training script"), (["--nanogpt=nowhere"], "expected a clone of karpathy/nanoGPT"),
+    (["--n_layr=3"], "did you mean --n_layer"), (["--optimizers=sgd"], "--optimizer=sgd is unknown"),
+    (["--script=x.py"], "x.py does not exist"), (["--script=optim.py"], "is not a training script"),
+    (["--nanogpt=nowhere"], "expected a clone of karpathy/nanoGPT"),
     (["--rounds=0"], "at least 1"), (["--ranks=1;2"], "a list such as 1,2,4"), (["--modded=nowhere", "--device=cpu"], "needs a GPU"),
     (["--n_layer=1", "--n_head=3", "--device=cpu"], "expected an even whole number")])
 def test_mistakes_get_one_line(bench, flags, message):
@@ -254,9 +255,9 @@ def test_the_shapes_of_a_preset(steps):
 
 
 @pytest.mark.parametrize("flags, message", [
-    (["--optimizers=muon,moun"], "there is no optimizer moun"), (["--shapes=16x"], "is no shape"), (["--shapes=16x0"], "is no shape"),
-    (["--shapes=16x16:0"], "is no shape"), (["--preset=gtp2"], "there is no preset gtp2"), (["--preset=demo/adamw"], "no preset"),
-    (["--round=3"], "--round=3 is no option here"), (["--rounds=0"], "at least 1"), (["--warmup=0"], "at least 1"),
+    (["--optimizers=muon,moun"], "there is no optimizer moun"), (["--shapes=16x"], "is not a shape"), (["--shapes=16x0"], "is not a shape"),
+    (["--shapes=16x16:0"], "is not a shape"), (["--preset=gtp2"], "there is no preset gtp2"), (["--preset=demo/adamw"], "no preset"),
+    (["--round=3"], "--round=3 is not an option here"), (["--rounds=0"], "at least 1"), (["--warmup=0"], "at least 1"),
     (["--rounds=x"], "invalid int"), (["--device=tpu"], "invalid choice"), (["--optimizers=kj"], "needs --kj=PATH"),
     ([*TINY, "--kj=nowhere/muon.py"], "is not there"), ([*TINY, "--dion=nowhere"], "expected a clone of microsoft/dion"),
     ([*TINY, f"--kj={__file__}"], "has no attribute 'SingleDeviceMuon'; expected muon.py"),
@@ -314,8 +315,8 @@ def test_overhead_is_of_the_updates_after_the_first_ten(steps, tmp_path, monkeyp
     ("optim", ["--overhead", "--preset=demo", f"--out={__file__}/x"], "/x: Not a directory; give one that can be written"),
     ("prepare", ["--mb=x"], "--mb: invalid int value: 'x'; see: python tools/bench_prepare.py --help"),
     ("prepare", ["--mb=0"], "found --mb=0 "), ("prepare", ["--repeat=0"], "--repeat=0 --workers="),
-    ("prepare", ["--loader", "--log=nolog"], "--log=nolog is no log with a step_avg"),
-    ("prepare", ["--loader", f"--log={ROOT / 'conftest.py'}"], "is no log with a step_avg"),
+    ("prepare", ["--loader", "--log=nolog"], "--log=nolog is not a log with a step_avg"),
+    ("prepare", ["--loader", f"--log={ROOT / 'conftest.py'}"], "is not a log with a step_avg"),
     ("prepare", ["--mb=1"], "the gpt2 vocabulary is neither cached nor downloadable")])
 def test_mistakes_in_a_command_get_one_line(tmp_path, monkeypatch, capsys, name, flags, message):
     """As python runs it, but in this process: importing torch takes longer than all of these."""

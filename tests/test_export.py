@@ -211,11 +211,11 @@ def test_bad_input_to_export_is_one_line_and_leaves_nothing(run, tmp_path, monke
     export = lambda *argv: fails(capsys, export_hf, [*argv, "--out", tmp_path / "new"])
     assert "is a checkpoint of train_vit.py; expected one of train_gpt.py or train_llama.py" in export(
         broken(lambda saved: saved.update(script="train_vit.py")))
-    assert "is no checkpoint of a train script" in export(broken(lambda saved: saved.pop("globals")))
+    assert "is not a checkpoint of a train script" in export(broken(lambda saved: saved.pop("globals")))
     assert "of an unknown tokenizer" in export(broken(lambda saved: saved.update(tokenizer="")))
     assert "another model than this train_gpt.py has" in export(broken(lambda saved: saved["model"].pop("embed.weight")))
     assert "the checkpoint does not fit this train_gpt.py: --n_head" in export(broken(lambda saved: saved["globals"].update(n_head=-1)))
-    assert "there is no" in export(tmp_path / "nowhere")
+    assert "nowhere does not exist" in export(tmp_path / "nowhere")
     assert "no good checkpoint in" in export(tmp_path)
     unfinished = Path(shutil.copy(run("gpt") / "step_00000004.pt", tmp_path / "step_00000004.pt"))
     assert "not a checkpoint, or saving it was interrupted" in export(unfinished)
@@ -353,14 +353,21 @@ def test_sample_from_the_command_line(run, capsys):
     assert outputs[0] == outputs[1] != outputs[2]
     sample.main([str(run("gpt")), "--max_new_tokens=5", "--device=cpu"])  # no prompt: a document begins
     done = subprocess.run([sys.executable, str(ROOT / "tools/sample.py"), "nowhere"], capture_output=True, text=True)
-    assert done.returncode == 1 and re.fullmatch("sample.py: error: there is no nowhere; expected .*\n", done.stderr)
+    assert done.returncode == 1 and re.fullmatch("sample.py: error: nowhere does not exist; expected .*\n", done.stderr)
 
 
 def test_a_model_that_transformers_does_not_know_is_one_line(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "unheard-of"}')
-    message = "is no model that transformers loads: .*unheard-of.*; expected an export: python tools/export_hf.py"
+    message = "is not a model that transformers loads: .*unheard-of.*; expected an export: python tools/export_hf.py"
     with pytest.raises(sample.UserError, match=message):
         sample.main([str(tmp_path)])
+
+
+@pytest.mark.parametrize("name", ["sample.py", "export_hf.py"])
+def test_ctrl_c_is_one_line_and_status_130(capsys, name):
+    with pytest.raises(SystemExit) as stop, export_hf.complaints(name):
+        raise KeyboardInterrupt
+    assert stop.value.code == 130 and capsys.readouterr().err == f"{name}: error: interrupted\n"
 
 
 def test_bad_input_to_sample_is_one_line(run, monkeypatch, capsys):

@@ -36,7 +36,7 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 import optim  # noqa: E402
-from bench_train import Parser, UserError, forget_peak, load, peak  # noqa: E402
+from bench_train import Parser, UserError, forget_peak, load, peak, state_size  # noqa: E402
 
 MIB = 2**20
 
@@ -64,7 +64,7 @@ def parse_shapes(text: str) -> list[tuple[int, int]]:
     shapes = []
     for word in text.split(","):
         if not (match := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(?::([1-9]\d*))?", word)):
-            raise UserError(f"{word!r} is no shape; expected ROWSxCOLUMNS or ROWSxCOLUMNS:COUNT, such as 768x3072:12")
+            raise UserError(f"{word!r} is not a shape; expected ROWSxCOLUMNS or ROWSxCOLUMNS:COUNT, such as 768x3072:12")
         shapes += [(int(match[1]), int(match[2]))] * int(match[3] or 1)
     return shapes
 
@@ -171,8 +171,7 @@ def bench(args) -> str:
         optimizers[name] = opt = build(name, params, args)
         for _ in range(args.warmup):
             opt.step()
-        buffers = [t for s in opt.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
-        states[name] = sum(t.numel() * t.element_size() for t in buffers) / MIB
+        states[name] = state_size([opt]) / MIB
         extras[name] = extra_memory(device, opt.step)
         opt.step()
     products, product_flops = product_seconds(shapes, device)
@@ -226,11 +225,10 @@ def overhead(args) -> str:
             raise UserError(f"{script.name} ended with status {done.returncode}: {told}")
         log = Path(f"{args.out}/logs/{run}.txt").read_text(encoding="utf-8")
         start, end = (float(re.search(rf"^step:{step}/{last} .*?train_time:([\d.]+)s", log, re.M)[1]) for step in (10, last))
-        last_line = re.findall(r"^final .*$", log, re.M)[-1]
-        get = lambda key: float(re.search(rf"{key}:([\d.]+)", last_line)[1])  # noqa: E731
+        final = dict(re.findall(r"(\w+):([\d.]+)", re.findall(r"^final .*$", log, re.M)[-1]))
         tokens = math.prod(int(re.search(rf"^--{k}=(\d+)", log, re.M)[1]) for k in ("batch_size", "block_size"))
-        figures[name] = (tokens * args.updates / (end - start), 1000 * (end - start) / args.updates, get("peak_memory_mib"),
-                         get("optimizer_state_mib"))
+        figures[name] = (tokens * args.updates / (end - start), 1000 * (end - start) / args.updates,
+                         float(final["peak_memory_mib"]), float(final["optimizer_state_mib"]))
     forms = (",.0f", ".1f", ",.0f", ",.1f")
     rows = [[name, *(f"{value:{form}} ({100 * (value / ref - 1):+.1f} %)" for value, ref, form in zip(of_name, figures[base], forms))]
             for name, of_name in figures.items()]
@@ -256,7 +254,7 @@ def main(argv: list[str]) -> str:
     parser.add_argument("--out", default="bench", help="folder for the logs of --overhead")
     args, args.rest = parser.parse_known_args(argv)
     if args.rest and not args.overhead:
-        raise UserError(f"{args.rest[0]} is no option here; --overhead passes what it does not know to the training script")
+        raise UserError(f"{args.rest[0]} is not an option here; --overhead passes what it does not know to the training script")
     if min(args.rounds, args.warmup, args.updates, args.nproc) < 1:
         raise UserError("--rounds, --warmup, --updates and --nproc are at least 1")
     if args.overhead and "RANK" in os.environ or args.nproc > 1 and not args.overhead:

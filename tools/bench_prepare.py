@@ -84,7 +84,7 @@ def loader(args):
     import torch
     found = re.findall(r"step_avg:([\d.]+)ms", args.log.read_text(errors="replace")) if args.log.is_file() else []
     if not found:
-        raise UserError(f"--log={args.log} is no log with a step_avg; expected one of train_gpt.py, such as logs/RUN.txt")
+        raise UserError(f"--log={args.log} is not a log with a step_avg; expected one of train_gpt.py, such as logs/RUN.txt")
     step_avg = float(found[-1])
     print(f"{machine()}, torch {torch.__version__}; training step of {args.log.name}: {step_avg:.1f} ms")
     with tempfile.TemporaryDirectory() as folder:

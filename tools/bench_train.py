@@ -410,7 +410,7 @@ def modded(path: Path, folder: Path, updates: int = 40, tokens: int = 8 * 64 * 1
     """Runs modded-nanogpt's train_gpt_simple.py on one GPU until its clock has shown `updates`, the first 10 apart; what it did."""
     script = path / "records/track_3_optimization/train_gpt_simple.py"
     if not script.exists():
-        raise UserError(f"--modded={path}: there is no {script}; expected a clone of KellerJordan/modded-nanogpt")
+        raise UserError(f"--modded={path}: {script} does not exist; expected a clone of KellerJordan/modded-nanogpt")
     random_shard(folder / "data/fineweb10B/fineweb_train_000001.bin", (updates + 2) * tokens, 50257)
     random_shard(folder / "data/fineweb10B/fineweb_val_000000.bin", 21 * 524288, 50257)
     process = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", str(script.resolve())],
@@ -447,14 +447,14 @@ def main(argv: list[str]) -> str:
     args, flags = parser.parse_known_args(argv)
     script = ROOT / args.script
     if not script.exists():
-        raise UserError(f"--script={args.script}: there is no {script}; expected train_gpt.py or train_llama.py")
+        raise UserError(f"--script={args.script}: {script} does not exist; expected train_gpt.py or train_llama.py")
     if min(args.rounds, args.updates, args.warmup) < 1 or not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", args.ranks):
         raise UserError("--rounds, --updates and --warmup are at least 1, --ranks is a list such as 1,2,4")
     if not 0 < args.timeout < 1e6:
         raise UserError(f"--timeout={args.timeout:g}: expected minutes above 0, such as --timeout=30")
     t = load(script)
     if not hasattr(t, "build_optimizers"):
-        raise UserError(f"--script={args.script} is no training script; expected train_gpt.py, train_llama.py or a copy of one")
+        raise UserError(f"--script={args.script} is not a training script; expected train_gpt.py, train_llama.py or a copy of one")
     try:
         for optimizer in args.optimizers.split(","):
             t.configure([*flags, f"--optimizer={optimizer}"])

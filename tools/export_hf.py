@@ -74,7 +74,7 @@ def load_checkpoint(path, best=False):
         if best:
             files.sort(key=lambda f: math.inf if (loss := (format.read_note(f) or {}).get("val_loss")) is None else loss)
     elif not path.exists():
-        raise UserError(f"there is no {path}; expected a run's folder or a file of it, such as checkpoints/RUN/step_00000600.pt")
+        raise UserError(f"{path} does not exist; expected a run's folder or a file of it, such as checkpoints/RUN/step_00000600.pt")
     for file in files:
         if not (problem := format.damage(file)):
             break
@@ -87,7 +87,7 @@ def load_checkpoint(path, best=False):
         saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)      # nothing in it is executed
         name, settings, tokenizer, rows = saved["script"], dict(saved["globals"]), saved["tokenizer"], int(saved["vocab"])
     except Exception as e:                  # it may be any file
-        raise UserError(f"{file} is no checkpoint of a train script ({type(e).__name__}); expected one that "
+        raise UserError(f"{file} is not a checkpoint of a train script ({type(e).__name__}); expected one that "
                         f"{' or '.join(SCRIPTS)} saved") from None
     if name not in SCRIPTS:
         raise UserError(f"{file} is a checkpoint of {name}; expected one of {' or '.join(SCRIPTS)}")
@@ -292,7 +292,7 @@ class Parser(argparse.ArgumentParser):
 
 @contextlib.contextmanager
 def complaints(name):
-    """One line on stderr and exit status 1 for whatever is no fault of the code."""
+    """One line on stderr and exit status 1 for whatever is not a fault of the code; 130 for Ctrl-C."""
     try:
         with contextlib.suppress(AttributeError):       # a sample may have letters that the terminal has not
             sys.stdout.reconfigure(errors="replace")
@@ -303,15 +303,15 @@ def complaints(name):
         yield
         return
     except UserError as e:
-        message = str(e)
+        message, status = str(e), 1
     except ModuleNotFoundError as e:
-        message = f"package {e.name} is missing; expected it to be installed: pip install {e.name}"
+        message, status = f"package {e.name} is missing; expected it to be installed: pip install {e.name}", 1
     except OSError as e:
-        message = f"{e.filename or 'output'}: {e.strerror}" if e.strerror else " ".join(str(e).split())[:300]
+        message, status = f"{e.filename or 'output'}: {e.strerror}" if e.strerror else " ".join(str(e).split())[:300], 1
     except KeyboardInterrupt:
-        message = "interrupted; nothing was left behind"
+        message, status = "interrupted", 130
     print(f"{name}: error: {message}", file=sys.stderr)
-    sys.exit(1)
+    sys.exit(status)
 
 
 def main(argv=None):

@@ -1,12 +1,12 @@
 """
-Writes text with a trained model, as it comes, on the terminal.
+Samples text from a trained model and streams it to the terminal.
 
     python tools/sample.py checkpoints/RUN "def main(" "import "                # a run's newest good checkpoint
     python tools/sample.py checkpoints/RUN --max_new_tokens=500 --temperature=0.9 --top_k=50 --top_p=0.95 --seed=7
     python tools/sample.py hf/RUN "Once upon a time" --temperature=0                    # an exported folder; greedy
 
-Without a prompt a document begins. It ends at an end of text or after max_new_tokens. Needs transformers. A token
-costs one pass over one token (KV cache); when the context is full, the newer half of the text is read again.
+Without a prompt a new document is started. A text ends at an end-of-text token or after max_new_tokens. Needs transformers.
+A token costs one pass over one token (KV cache); when the context is full, the newer half of the text is read again.
 """
 
 import argparse
@@ -25,7 +25,7 @@ def load(path, best=False, tokenizer_file=None):
             return AutoModelForCausalLM.from_pretrained(path).float().eval(), AutoTokenizer.from_pretrained(path)
         except (ValueError, OSError) as e:
             why = (str(e) or type(e).__name__).splitlines()[0][:200]
-            raise UserError(f"{path} is no model that transformers loads: {why}; expected an export: python tools/export_hf.py "
+            raise UserError(f"{path} is not a model that transformers loads: {why}; expected an export: python tools/export_hf.py "
                             "checkpoints/RUN") from None
     _, saved, script = load_checkpoint(path, best)
     return convert(saved, script)[1], build_tokenizer(saved["tokenizer"], script.block_size, tokenizer_file)
