@@ -660,6 +660,14 @@ def test_a_disk_too_small_for_the_checkpoints_is_told_at_the_start(capsys, monke
     assert "lower --keep_checkpoints" in fails(capsys, monkeypatch, flags())
 
 
+def test_a_run_that_resume_does_not_find_by_its_default_name_is_named(capsys):
+    train(run_name="demo-muon-vs-seed1-20260101-000000", max_iters=1)
+    assert train(max_iters=1, resume="auto")["log"].name == "demo-muon-vs-seed1.txt"
+    assert "give --run_name=demo-muon-vs-seed1-20260101-000000\n" in capsys.readouterr().err
+    train(max_iters=1, resume="auto")
+    assert "begins" not in capsys.readouterr().err
+
+
 def test_a_run_resumed_inside_its_folder_keeps_its_name(monkeypatch):
     train(run_name="here", max_iters=2)
     monkeypatch.chdir("checkpoints/here")

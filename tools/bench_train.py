@@ -4,7 +4,7 @@ Times the training step of a script, and other codebases' beside it, in one inte
     python tools/bench_train.py                                                     # the demo: adamw, muon-vs
     python tools/bench_train.py --nanogpt=../nanoGPT                                # beside a clone of karpathy/nanoGPT
     python tools/bench_train.py --optimizers=adamw --ranks=1,2,4                    # 1, 2 and 4 processes, the same batch
-    python tools/bench_train.py --preset=gpt2-small --nanogpt=../nanoGPT            # one GPU: 10 minutes on an H200
+    python tools/bench_train.py --preset=gpt2-small --nanogpt=../nanoGPT            # one GPU
     python tools/bench_train.py --script=train_llama.py --preset=suite-a-130m       # one GPU
     python tools/bench_train.py --preset=gpt2-small --optimizers=muon --n_head=6 --batch_size=512 --micro_batch_size=64 \
         --modded=../modded-nanogpt                                                  # the shape that its script has
