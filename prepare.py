@@ -91,7 +91,8 @@ TEXT, RECORDS = (".txt", ".md", ".py"), (".jsonl", ".jsonl.gz", ".jsonl.zst", ".
 UNIT = 8 << 20  # bytes of text, about, that a worker takes at a time
 RETRY_PAUSES = (1, 4, 15, 60)  # seconds, after network errors
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-SPLIT_WORD = re.compile(r"(?<![A-Za-z])(train|val(?:id|idation)?|test)(?![A-Za-z])")  # in the name of a file of tokens
+SPLIT_WORD = re.compile(r"(?<![A-Za-z])(train|val(?:id|idation)?)(?![A-Za-z])")  # in the name of a file of tokens
+TEST_WORD = re.compile(r"(?<![A-Za-z])test(?![A-Za-z])")
 
 
 class UserError(Exception):
@@ -413,7 +414,7 @@ def ready_blocks(unit, tokenizer):
         ours = words[3:] == [1]
         if ours and words[0] != tokenizer.vocab_size:
             raise UserError(f"{path} holds ids of a vocabulary of {words[0]}", f"{tokenizer.vocab_size}, of {tokenizer.name}",
-                            "--tokenizer names what made it")
+                            "--tokenizer=bytes or gpt2 names what made it; shards of another run as they are: --dataset=NAME")
         while block := f.read(8 << 20):
             crc = zlib.crc32(block, crc)
             ids = np.frombuffer(block, dtype="<u2")
@@ -651,8 +652,8 @@ def finish(folder, name, state, codec, splits):
     for split in SPLITS:
         whole, rest = divmod(totals[split]["tokens"], SHARD_TOKENS)
         if split in splits and not whole + rest:
-            raise UserError(f"{n} documents leave none for {split}", "at least one",
-                            "add text, or give more --tokens or another --val_fraction")
+            mend = {"hub": "give more --tokens", "text": "add text, or give another --val_fraction"}
+            raise UserError(f"{n} documents leave none for {split}", "at least one", mend.get(state["source"]["kind"], "add text"))
         if rest:
             shards.append(seal(folder, split, whole, rest, codec))
     manifest = {"format": 1, "name": name, "source": {**state["source"], **state["found"]}, "tokenizer": codec.name,
@@ -872,7 +873,7 @@ def prepare_import(args):
     if (folder / "meta.pkl").exists() or not shards:
         found = "a meta.pkl, so its ids are those of a character-level vocabulary" if shards else "no .bin file"
         raise UserError(f"{folder} holds {found}", "ids of gpt2", "python prepare.py text --input PATH --name NAME")
-    tests = [shard for shard in shards if SPLIT_WORD.findall(shard.name)[-1:] == ["test"]]
+    tests = [shard for shard in shards if TEST_WORD.search(shard.name) and not SPLIT_WORD.search(shard.name)]
     if tests and tests != shards:
         raise UserError(f"{folder} holds {tests[0].name} beside other files", "files to train and to validate on",
                         f"mv {quote(str(tests[0]))} elsewhere")
@@ -883,7 +884,7 @@ def prepare_import(args):
 
 def validates(name):
     """Does a file of tokens, by the last such word in its name?"""
-    return SPLIT_WORD.findall(name)[-1:] not in ([], ["train"], ["test"])
+    return SPLIT_WORD.findall(name)[-1:] not in ([], ["train"])
 
 
 def prepare_files(args, source, tokenizer, files, splits):
@@ -1067,6 +1068,11 @@ def parse(argv):
     if args.command == "import" and not args.name:
         args.name = (path if (path := Path(args.path)).is_dir() else path.parent).absolute().name
     if args.command in ("verify", "show"):
+        if args.name in (".", ".."):
+            args.name = os.path.abspath(args.name)
+        if os.sep in args.name and args.data_dir != "data":
+            raise UserError(f"found {args.name} and --data_dir={args.data_dir}", "a name below --data_dir, or a path",
+                            "leave --data_dir out")
         if os.sep in args.name:  # data/pysrc/, as a shell completes it
             args.data_dir, args.name = str(Path(args.name).parent), Path(args.name).name
     elif not re.fullmatch(r"(?!.*\.partial$)[A-Za-z0-9][\w.-]*", args.name):
@@ -1093,7 +1099,7 @@ def main(argv):
 def cli():
     try:
         main(sys.argv[1:])
-        sys.stdout.flush()  # at exit it would be too late for the BrokenPipeError below
+        print(end="", flush=True)  # at exit it would be too late for the BrokenPipeError below
         return 0
     except UserError as e:
         message, status = str(e), 1
@@ -1101,7 +1107,9 @@ def cli():
         message, status = f"package {e.name} is missing; expected it to be installed; pip install {e.name}", 1
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit would fail too
-        return int(sys.argv[1:2] != ["show"])  # `show NAME | head` has read enough; others may not be done
+        if sys.argv[1:2] == ["show"]:  # `show NAME | head` has read enough
+            return 0
+        message, status = "nobody reads the output; expected a terminal, a file or a reader; the same command goes on from here", 1
     except KeyboardInterrupt:
         message, status = "interrupted; what is finished is kept; the same command goes on from there", 130
     except OSError as e:

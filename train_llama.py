@@ -24,6 +24,7 @@ import math
 import os
 import platform
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -261,6 +262,11 @@ def padded(ids: int) -> int:
     return -(-ids // 64) * 64
 
 
+def elsewhere() -> str:
+    """What a command of prepare.py needs where data_dir is not its own default."""
+    return f" --data_dir={shlex.quote(data_dir)}" if data_dir != "data" else ""
+
+
 class Shards:
     """The shards of one split: windows of block_size + 1 tokens, the next one starting at the last token of the one before.
     A shard's last block_size tokens or fewer, if they fill no window, are left out. Reads with pread: nothing stays mapped."""
@@ -268,7 +274,7 @@ class Shards:
     def __init__(self, name: str, split: str, rank: int = 0, world: int = 1):
         folder = Path(data_dir) / name
         self.files = shard_files(folder, split)
-        place = f" --data_dir={data_dir}" if data_dir != "data" else ""
+        place = elsewhere()
         mend = "python prepare.py" + {"pysrc": ""}.get(name, f" {name}" if name in SOURCES else f" text --input PATH --name {name}") + place
         if not self.files:
             if any(folder.glob("*.bin")) and not (folder / "manifest.json").exists():  # another project's files
@@ -287,7 +293,8 @@ class Shards:
                 raise UserError(f"cannot read {path}: {error.strerror}; run `python prepare.py verify {name}{place}`") from None
             if header[0] != MAGIC or header[1] != VERSION:
                 raise UserError(f"{path} is not a token shard: its first words are {header[:2].tolist()}, expected "
-                                f"[{MAGIC}, {VERSION}]; for a nanoGPT .bin run `python prepare.py import {path}`")
+                                f"[{MAGIC}, {VERSION}]; for a nanoGPT .bin run `python prepare.py import {path} --name {name}-shards"
+                                f"{place}` and give `--dataset={name}-shards`")
             size, vocab, eot, checksum, ours = map(int, header[2:7])
             if length != (expected := HEADER * 4 + 2 * size):
                 raise UserError(f"{path} is truncated or damaged: {length} bytes, expected {expected} for the {size} tokens of its "
@@ -335,7 +342,7 @@ class Shards:
         for row, shard, window in zip(out, shards, first):
             if os.preadv(self.fds[shard], [row], HEADER * 4 + 2 * block_size * int(window)) != row.nbytes:
                 path = self.files[shard]
-                raise UserError(f"{path} became shorter while it was read; run `python prepare.py verify {path.parent.name}`")
+                raise UserError(f"{path} became shorter while it was read; run `python prepare.py verify {path.parent.name}{elsewhere()}`")
         return out
 
     def batch(self, step: int, rows: range) -> np.ndarray:
@@ -360,7 +367,7 @@ def manifest_shards(folder: Path, split: str) -> set[str]:
         return set()
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder / 'manifest.json'} cannot be read ({type(error).__name__}); run `python prepare.py verify "
-                        f"{folder.name}`") from None
+                        f"{folder.name}{elsewhere()}`") from None
 
 
 def shuffle(i: np.ndarray, n: int, *key: int) -> np.ndarray:
@@ -712,11 +719,11 @@ def check_memory(model: nn.Module, where: torch.device, world: int, local_world:
     if (need := sum(parts.values())) > free:
         gib = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in parts.items())
         if parts["activations"] <= need / 2:
-            mend = "use --param_dtype=bfloat16, more ranks, or a smaller --n_layer or --n_embd"
+            mend = "use " + "--param_dtype=bfloat16, " * (param_dtype != "bfloat16") + "more ranks, or a smaller --n_layer or --n_embd"
         elif micro_batch_size > 1:
             mend = "lower --micro_batch_size"
         else:
-            mend = "use --activation_checkpointing=true or a smaller --block_size"
+            mend = "use " + "--activation_checkpointing=true or " * (not activation_checkpointing) + "a smaller --block_size"
         raise UserError(f"about {need / 2**30:.1f} GiB are needed on {where} ({gib} GiB), {free / 2**30:.1f} GiB are free; {mend}")
 
 
@@ -1167,7 +1174,7 @@ def train() -> dict:
     if run_name or resume == "auto":
         run = run_name or stem
     elif resume:
-        path = Path(resume).resolve()
+        path = Path(os.path.abspath(resume))
         run = path.parent.name if path.is_file() else path.name
     else:
         run = f"{stem}-{started:%Y%m%d-%H%M%S}"
@@ -1191,7 +1198,7 @@ def train() -> dict:
         changed = [f"{name} ({saved['globals'].get(name)} then, {globals()[name]} now)" for name in GLOBALS
                    if name not in MAY_CHANGE and saved["globals"].get(name) != globals()[name]]
         if saved["data"] != facts["data_checksum"]:
-            changed += [f"the data (another checksum; `python prepare.py verify {dataset}` tells whether a shard is damaged)"]
+            changed += [f"the data (another checksum; `python prepare.py verify {dataset}{elsewhere()}` tells whether a shard is damaged)"]
         if changed and not allow_change:
             raise UserError(f"--resume: the checkpoint was made with other values of {', '.join(changed)}; give the same, or "
                             "--allow_change=true")

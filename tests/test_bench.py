@@ -171,7 +171,8 @@ def test_suite_a_1_2b_fits_32_gb_on_each_of_8(optimizer):
 
 @pytest.mark.parametrize("script, changes", [
     ("train_gpt.py", ["--optimizer=adamw"]), ("train_llama.py", ["--optimizer=adamw", "--activation_checkpointing=true"]),
-    ("train_llama.py", ["--optimizer=adamw", "--block_size=1024", "--batch_size=2", "--val_tokens=1024", "--activation_checkpointing=true"]),
+    ("train_llama.py", ["--optimizer=adamw", "--block_size=1024", "--batch_size=2", "--val_tokens=1024",
+                        "--activation_checkpointing=true"]),
     ("train_gpt.py", ["--batch_size=1", "--n_embd=256", "--compile=false"]),
     ("train_gpt.py", ["--optimizer=adamw", "--block_size=1024", "--batch_size=2", "--val_tokens=1024", "--compile=false"]),
     ("train_llama.py", ["--optimizer=adamw", "--batch_size=4", "--compile=false"]),

@@ -654,14 +654,27 @@ def test_a_dataset_may_be_named_by_its_folder(dataset, command, capsys):
         prepare.main([command, path])
         assert f"{os.path.normpath(path)}: bytes tokens" in capsys.readouterr().out
     refused("data/mien/manifest.json does not exist", "did you mean mine?", command, "data/mien/", left=["mine"])
+    refused("found data/mine and --data_dir=there", "leave --data_dir out", command, "data/mine", "--data_dir", "there", left=["mine"])
+    folder = dataset.resolve()
+    os.chdir(folder)
+    prepare.main([command, "."])
+    assert f"{folder}: bytes tokens" in capsys.readouterr().out
 
 
-def test_show_piped_into_head_ends_without_a_complaint(dataset):
+@pytest.mark.parametrize("command, unbuffered, status, told", [("show", "", 0, b""), ("verify", "", 1, b"nobody reads the output"),
+                                                               ("verify", "1", 1, b"nobody reads the output")])
+def test_output_that_nobody_reads(dataset, command, unbuffered, status, told):
+    """`show NAME | head` has read enough; of the other commands one would think that they did their work."""
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run([sys.executable, SCRIPT, "show", "mine"], stdout=writer, stderr=subprocess.PIPE)
+    done = subprocess.run([sys.executable, SCRIPT, command, "mine"], stdout=writer, stderr=subprocess.PIPE,
+                          env={**os.environ, "PYTHONUNBUFFERED": unbuffered})
     os.close(writer)
-    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.returncode == status and told in done.stderr and done.stderr.count(b"\n") == status
+
+
+def test_closed_output_is_no_mistake(dataset):
+    assert subprocess.run(["sh", "-c", f"{sys.executable} {SCRIPT} verify mine >&-"], stderr=subprocess.PIPE).stderr == b""
 
 
 def test_complete_means_same_source_and_whole_shards(dataset):
@@ -751,6 +764,11 @@ def test_import_does_not_train_on_what_is_there_to_test():
     os.rename("a/x_test.bin", "tests/x_test.bin")
     prepare.main(["import", "tests", *flags])  # of what is there alone its owner knows best
     assert len(tokens("mine", "train")) == 400
+    shutil.rmtree("data")
+    for name in ("train_test", "val_test"):
+        write(f"b/{name}.bin", shard_of_others(np.full(400, 65)))
+    prepare.main(["import", "b", *flags])
+    assert len(tokens("mine", "train")) == len(tokens("mine", "val")) == 400
 
 
 def test_import_refuses():
@@ -811,7 +829,7 @@ def test_import_refuses():
     ("none of the 2 documents holds text", "--input", ["text", "--input", "in/blank.jsonl", "--name", "mine"]),
     ("none of the 0 documents holds text", "--input", ["text", "--input", "in/nothing.txt", "--name", "mine"]),
     ("1 documents leave none for train", "add text", ["text", "--input", "in/single.jsonl", "--name", "mine"]),
-    ("1 documents leave none for train", "more --tokens", ["text", "--input", "in/single.jsonl", "--name", "mine"]),
+    ("1 documents leave none for train", "add text", ["text", "--input", "in/single.jsonl", "--name", "mine"]),
     ("the line at byte 0 is not JSON", "delete it", ["text", "--input", "in/deep.jsonl", "--name", "mine"]),
     ("nope/manifest.json does not exist", "python prepare.py", ["verify", "nope"]),
     ("not Llama 2's tokenizer.model", "--tokenizer_file", [

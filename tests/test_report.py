@@ -473,6 +473,16 @@ def test_a_report_without_a_baseline_leaves_no_table_of_the_one_before(tmp_path,
     assert made - {path.stem for path in (tmp_path / "out").glob("*.csv")} == {"speedup", "paired", "train"}
 
 
+def test_a_report_removes_no_tables_but_those_of_a_report_before(tmp_path, run, logs):
+    write(tmp_path / "out", "train.csv", "mine")  # no report.md beside it
+    run("--baseline", "none")
+    assert (tmp_path / "out/train.csv").read_text() == "mine"
+    run()
+    before = {path.name for path in (tmp_path / "out").glob("*.csv")}
+    run("--zeroshot", write(tmp_path, "a.json", harness({"piqa": 0.6})), logs=False)
+    assert before | {"zeroshot.csv"} == {path.name for path in (tmp_path / "out").glob("*.csv")}
+
+
 def test_same_logs_make_the_same_report(tmp_path, run, logs):
     run(draw=True)
     first = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
@@ -621,7 +631,8 @@ def test_files_that_cannot_be_read_or_written_get_one_line(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("change, found", [
-    (dict(seed=9), "8 runs of the seeds 1, 2, 3, 4, 5, 6, 7, 9"), (dict(threads=2), "threads differ"), (dict(profile=True), "profile differ"),
+    (dict(seed=9), "8 runs of the seeds 1, 2, 3, 4, 5, 6, 7, 9"), (dict(threads=2), "threads differ"),
+    (dict(profile=True), "profile differ"),
     (dict(log_interval=99), "log_interval differ"), (dict(wandb="x"), "wandb differ"), (dict(torch="2.9.1"), "torch differ")])
 def test_a_record_leaves_out_no_seed_and_shares_all_settings(tmp_path, run, change, found):
     record_logs(tmp_path / "logs", n=7)

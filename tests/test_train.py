@@ -587,7 +587,9 @@ BAD = {  # what is wrong: (a change of the data, flags, what the message says)
     "number of a device": (None, dict(device="cpu:x"), "--device=cpu:x is unknown"),
     "dataset": (None, dict(dataset="tinny"), "prepare.py"),
     "corpus that is not prepared": (None, dict(dataset="dclm"), "run `python prepare.py dclm`"),
-    "data folder": (None, dict(data_dir="elsewhere"), "run `python prepare.py text --input PATH --name tiny --data_dir=elsewhere`"),
+    "data folder": (None, dict(data_dir="my data"), "run `python prepare.py text --input PATH --name tiny --data_dir='my data'`"),
+    "manifest elsewhere": (lambda: (shutil.move("data", "there"), Path("there/tiny/manifest.json").write_text("{")), dict(data_dir="there"),
+                           "`python prepare.py verify tiny --data_dir=there`"),
     "no validation": (lambda: os.remove(VAL), {}, "no val shards"),
     "truncated": (lambda: damaged(TRAIN, 3000), {}, "truncated or damaged: 3000 bytes, expected 5040"),
     "truncated header": (lambda: damaged(TRAIN, 11), {}, "truncated or damaged: 11 bytes"),
@@ -675,10 +677,24 @@ def test_a_run_resumed_inside_its_folder_keeps_its_name(monkeypatch):
     assert train(**same)["log"].name == "here.txt"
 
 
-@pytest.mark.parametrize("parameters, micro, mend", [(9, 2, "use --param_dtype=bfloat16"), (1, 2, "free; lower --micro_batch_size\n"),
-                                                     (1, 1, "use --activation_checkpointing=true or a smaller --block_size")])
-def test_too_little_memory_gets_the_advice_that_helps(parameters, micro, mend, monkeypatch):
-    module = configured(micro_batch_size=micro)
+def test_a_run_resumed_by_a_link_to_its_folder_keeps_the_links_name():
+    train(run_name="elsewhere", max_iters=2)
+    os.rename("checkpoints/elsewhere", "scratch")
+    os.symlink("../scratch", "checkpoints/mine")
+    assert train(max_iters=2, resume="checkpoints/mine")["log"].name == "mine.txt"
+
+
+def test_the_corpora_are_those_of_prepare():
+    assert fresh().SOURCES == tuple(fresh("prepare.py").SOURCES)
+
+
+@pytest.mark.parametrize("parameters, changes, mend", [
+    (9, {}, "free; use --param_dtype=bfloat16, more ranks"), (9, dict(param_dtype="bfloat16"), "free; use more ranks"),
+    (1, {}, "free; lower --micro_batch_size\n"),
+    (1, dict(micro_batch_size=1), "free; use --activation_checkpointing=true or a smaller --block_size"),
+    (1, dict(micro_batch_size=1, activation_checkpointing=True), "free; use a smaller --block_size")])
+def test_too_little_memory_gets_the_advice_that_helps(parameters, changes, mend, monkeypatch):
+    module = configured(**changes)
     monkeypatch.setattr(module, "memory_estimate", lambda *_, **__: dict(parameters=parameters * 2.0**60, activations=2.0**62))
     with pytest.raises(module.UserError) as error:
         module.check_memory(None, torch.device("cpu"), 1, 1)

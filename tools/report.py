@@ -38,7 +38,7 @@ SEPARATOR = "=" * 100
 CHECKPOINTS = (20, 40, 60, 80, 100)     # % of the baseline's budget
 CONFIDENCE = 0.95                       # of intervals: two-sided, Student-t over seeds
 HALF_LIFE = 0.05                        # of the exponential mean over training losses, as a share of the budget
-TABLES = {"final", "checkpoints", "curves", "speedup", "paired", "train", "repeats", "cost", "zeroshot"}    # each a NAME.csv
+TABLES = {"final", "checkpoints", "curves", "speedup", "paired", "train", "repeats", "cost"}    # each a NAME.csv
 
 # globals that say nothing about the experiment, and those in which the rows of an experiment may differ
 SPEED = {"micro_batch_size", "activation_checkpointing", "compile"}     # nor do these, but for its times
@@ -416,8 +416,9 @@ class Report:
 
     def write(self):
         self.out.mkdir(parents=True, exist_ok=True)
-        for name in TABLES - self.csv.keys():
-            (self.out / f"{name}.csv").unlink(missing_ok=True)      # of an earlier report
+        earlier = TABLES - self.csv.keys() if "final" in self.csv and (self.out / "report.md").exists() else ()
+        for name in earlier:    # tables that this report does not have
+            (self.out / f"{name}.csv").unlink(missing_ok=True)
         for name, rows in self.csv.items():
             with open(self.out / f"{name}.csv", "w", newline="", encoding="utf-8") as f:
                 csv.writer(f).writerows(rows)
