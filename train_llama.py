@@ -126,7 +126,7 @@ max_skipped = 10              # updates in a row left out for a non-finite gradi
 
 _suite_a = dict(dataset="dclm", val_dataset="c4", n_layer=32, block_size=4096, batch_size=128, micro_batch_size=4,
                 adam_beta1=0.8, adam_beta2=0.98, adam_eps=1e-15, ns_eps=1e-5, adjust_lr_fn="original", warmup_iters=0,
-                schedule="wsd", decay_frac=0.8, eval_interval=100, val_tokens=10_000_000)
+                norm_eps=1e-6, schedule="wsd", decay_frac=0.8, eval_interval=100, val_tokens=10_000_000)
 _suite_b = dict(dataset="fineweb", block_size=512, tied=True, fused_qkv=True, init_truncated=True, learning_rate=1e-3,
                 adam_lr=1e-3, warmup_iters=2000, schedule="cosine", min_lr_frac=0.01, adam_eps=1e-8, val_tokens=4_194_304,
                 checkpoint_interval=1000)
@@ -143,6 +143,9 @@ PRESETS = {  # "NAME/OPTIMIZER" is applied after "NAME"
     "suite-a-1.2b": dict(_suite_a, n_embd=1536, n_head=24, n_ffn=6144, max_iters=23_000, learning_rate=0.008, adam_lr=0.0012,
                          momentum=0.98, batch_size=256, micro_batch_size=2, decay_frac=1.0, grad_clip=2.0, eval_interval=250),
     "suite-a-1.2b/adamuon": dict(adjust_lr_fn="frobenius", learning_rate=1.3e-3),  # the paper has none: the 300M's
+    "suite-a-130m/adamw": dict(learning_rate=0.0032),  # nor has it AdamW in Suite A: adam_lr for the matrices too
+    "suite-a-300m/adamw": dict(learning_rate=0.0024),
+    "suite-a-1.2b/adamw": dict(learning_rate=0.0012),
     "suite-b-210m": dict(_suite_b, n_layer=24, n_head=12, n_embd=768, n_ffn=2048, batch_size=256, micro_batch_size=32,
                          max_iters=128_000, adam_beta2=0.999, grad_clip=0.5, eval_interval=115),
     "suite-b-210m/adamuon": dict(adjust_lr_fn="frobenius"),

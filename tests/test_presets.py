@@ -35,10 +35,13 @@ def test_presets_are_the_papers(preset):
     if preset.startswith("suite"):
         assert (t.tied, t.fused_qkv, t.init_truncated) == 3 * (preset.startswith("suite-b"),)
         assert t.schedule != "wsd" or t.decay_frac == (1.0 if preset == "suite-a-1.2b" else 0.8)
+        assert t.norm_eps == (1e-6 if preset.startswith("suite-a") else 1e-5)
     t = script(f"--preset={preset}", "--optimizer=adamuon", name=name)
     assert (t.adjust_lr_fn, t.learning_rate) == ("frobenius", ADAMUON.get(preset, ROWS[preset][0]))
     assert script(f"--preset={preset}", "--optimizer=normuon", name=name).adjust_lr_fn == (
         "frobenius" if preset.startswith("gpt2") else FAMILIES[preset.rpartition("-")[0]][3])
+    t = script(f"--preset={preset}", "--optimizer=adamw", name=name)  # the paper's tables, or where they have no AdamW one rate for all
+    assert t.learning_rate == t.adam_lr == ROWS[preset][1]
 
 
 def test_every_hyperparameter_reaches_its_optimizer():
