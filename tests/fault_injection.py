@@ -451,7 +451,7 @@ def two_nodes(rng: random.Random, break_it: bool) -> None:
     codes = finish("nodes", node("nodes", port), node("nodes", port))
     one, two = curve("whole"), curve("nodes")
     gap = max(abs(one[step] - two[step]) for step in one) if one.keys() == two.keys() else math.inf
-    print(f"{'survived' if codes == [0, 0] and gap < 1e-3 else 'LOST    '}  two nodes train as one process does: losses differ by at "
+    print(f"{'as one  ' if codes == [0, 0] and gap < 1e-3 else 'LOST    '}  two nodes train as one process does: losses differ by at "
           f"most {gap:.1e}")
     if codes != [0, 0] or gap >= 1e-3:
         lost.append(f"two nodes: status {codes}, gap {gap}")
