@@ -1104,27 +1104,15 @@ def total_norm(grads: list[Tensor]) -> Tensor:
     return torch.nn.utils.get_total_norm(grads)
 
 
-def train() -> dict:
-    """One run, from globals to checkpoint; returns its last figures."""
-    global micro_batch_size
-    # ---- ranks and device
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local_rank, local_world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    kind = device or ("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu")
-    if kind.startswith("cuda") and not torch.cuda.is_available() or kind.startswith("mps") and not torch.backends.mps.is_available():
-        raise UserError(f"--device={kind}: this torch ({torch.__version__}) finds no such device; use --device=cpu")
-    where = torch.device("cuda", local_rank) if kind == "cuda" else torch.device(kind)
-    micro_batch_size = micro_batch_size or max(1, batch_size // world)
-    if batch_size % (micro_batch_size * world):
-        fits = max(m for m in range(1, micro_batch_size + 1) if batch_size % (m * world) == 0) if batch_size % world == 0 else 0
-        whole = max(1, batch_size // (micro_batch_size * world)) * micro_batch_size * world
-        raise UserError(f"--batch_size={batch_size} is not a multiple of --micro_batch_size={micro_batch_size} x {world} ranks; "
-                        f"use {f'--micro_batch_size={fits}' if fits else f'--batch_size={whole}'}")
-    accumulate = batch_size // (micro_batch_size * world)
-    if resume != "auto" and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
-        raise UserError("torchrun --max-restarts needs --resume=auto, or a restarted group would not go on from its checkpoint")
+def choose_device(local_rank: int, local_world: int) -> torch.device:
+    """--device or the best there is, set up."""
+    found = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    where = torch.device(device or next(kind for kind in found if found[kind]))
+    if not found[where.type]:
+        raise UserError(f"--device={device}: this torch ({torch.__version__}) finds no such device; use --device=cpu")
     if where.type == "cuda":
-        if (where.index or 0) >= torch.cuda.device_count():
+        where = torch.device("cuda", local_rank if where.index is None else where.index)
+        if where.index >= torch.cuda.device_count():
             raise UserError(f"there is no GPU {where.index}, this machine has {torch.cuda.device_count()}; lower --nproc_per_node or "
                             "change --device")
         torch.cuda.set_device(where)
@@ -1133,6 +1121,28 @@ def train() -> dict:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(threads or max(1, cores // local_world))
         keep_memory()
+    return where
+
+
+def micro_batches(world: int) -> int:
+    """How many of them each rank accumulates to an update; settles micro_batch_size."""
+    global micro_batch_size
+    micro_batch_size = micro_batch_size or max(1, batch_size // world)
+    together = micro_batch_size * world
+    if batch_size % together:
+        fits = [micro for micro in range(1, micro_batch_size) if batch_size % (micro * world) == 0]
+        mend = f"--micro_batch_size={fits[-1]}" if fits else f"--batch_size={max(1, batch_size // together) * together}"
+        raise UserError(f"--batch_size={batch_size} is not a multiple of --micro_batch_size={micro_batch_size} x {world} ranks; use {mend}")
+    return batch_size // together
+
+
+def train() -> dict:
+    """One run, from globals to checkpoint; returns its last figures."""
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank, local_world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if resume != "auto" and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        raise UserError("torchrun --max-restarts needs --resume=auto, or a restarted group would not go on from its checkpoint")
+    where, accumulate = choose_device(local_rank, local_world), micro_batches(world)
 
     # ---- data and model: everything that can be wrong is found before anything is written
     if world > 1:
