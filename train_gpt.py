@@ -1076,6 +1076,55 @@ def total_norm(grads: list[Tensor]) -> Tensor:
     return torch.nn.utils.get_total_norm(grads)
 
 
+def clip(parameters: list[Tensor]) -> Tensor:
+    """Scales the gradient to a global norm of at most grad_clip; makes it NaN, which optimizers skip, if that is not finite."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    norm = total_norm(grads)
+    scale = (grad_clip / (norm + 1e-6)).clamp(max=1) if grad_clip else torch.ones_like(norm)
+    scale = torch.where(norm.isfinite(), scale, math.nan)
+    if norm.device.type != "cpu" or scale != 1:  # on a CPU this saves a pass over memory; on a GPU asking would wait for it
+        torch._foreach_mul_(grads, scale)
+    return norm
+
+
+class Monitor:
+    """The figures of the newest update that was looked at: on a CPU at once, on a GPU while the next update runs. Stops a run that has
+    gone wrong."""
+
+    def __init__(self, skipped: int):
+        self.loss = self.norm = math.nan
+        self.stop, self.skipped, self.in_a_row, self.unread = False, skipped, 0, None
+
+    def add(self, step: int, stats: Tensor) -> None:
+        """stats of update `step`, (3,): loss, norm of the gradient, votes to stop."""
+        if stats.is_cuda:
+            self.look()  # at the update before
+            host, event = torch.empty(3, pin_memory=True).copy_(stats, non_blocking=True), torch.cuda.Event()
+            event.record()
+            self.unread = step, host, event
+        else:
+            self.read(step, stats)
+
+    def look(self) -> None:
+        if self.unread:
+            (step, stats, event), self.unread = self.unread, None
+            event.synchronize()
+            self.read(step, stats)
+
+    def read(self, step: int, stats: Tensor) -> None:
+        loss, self.norm, stop_votes = stats.tolist()
+        if not math.isfinite(loss):
+            before = f"{self.loss:.4f}" if math.isfinite(self.loss) else "none"
+            raise UserError(f"the loss of update {step} is {loss}, the last finite one was {before}; try a lower --learning_rate and "
+                            "--adam_lr, more --warmup_iters or --dtype=float32, from the last checkpoint with --resume")
+        self.loss, self.stop = loss, self.stop or stop_votes > 0
+        bad = not math.isfinite(self.norm)
+        self.skipped, self.in_a_row = self.skipped + bad, self.in_a_row + 1 if bad else 0
+        if self.in_a_row >= max_skipped:
+            raise UserError(f"the gradient was not finite in {self.in_a_row} updates in a row, up to update {step}; the weights are "
+                            "as before them; try a lower --learning_rate or --dtype=float32")
+
+
 def choose_device(local_rank: int, local_world: int) -> torch.device:
     """--device or the best there is, set up."""
     found = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
@@ -1246,16 +1295,6 @@ def train() -> dict:
             total += loss.detach()
         return total
 
-    def clip() -> Tensor:
-        """Scales the gradient to a global norm of at most grad_clip; makes it NaN, which optimizers skip, if that is not finite."""
-        grads = [p.grad for p in parameters if p.grad is not None]
-        norm = total_norm(grads)
-        scale = (grad_clip / (norm + 1e-6)).clamp(max=1) if grad_clip else torch.ones_like(norm)
-        scale = torch.where(norm.isfinite(), scale, math.nan)
-        if where.type != "cpu" or scale != 1:  # on a CPU this saves a pass over memory; on a GPU asking would wait for it
-            torch._foreach_mul_(grads, scale)
-        return norm
-
     def optimize(factor: float) -> None:
         for opt in optimizers:
             for group in opt.param_groups:
@@ -1269,7 +1308,7 @@ def train() -> dict:
         raw.zero_grad()
         parallel = DDP(raw, device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=False)
         gradient(step, accumulate - 1)  # from then on gradients are views of DDP's buckets
-    clip()
+    clip(parameters)
     optimize(0.0)
     optimizers = build_optimizers(raw, compile, ns_dtype)
     warnings.filterwarnings("ignore", "(Muon|AdamW): a gradient is not finite")  # the log counts them
@@ -1287,33 +1326,11 @@ def train() -> dict:
     compile_time = time.perf_counter() - compile_start
 
     # ---- the loop
-    figures = dict(loss=math.nan, norm=math.nan, stop=False)  # of the newest update that was looked at
-    unread, in_a_row = [], 0
+    monitor = Monitor(skipped)
     session = mark = (step, train_time)  # where this process, and the figures of the next line, begin
     stop = listen()
     peak, clock = peak_flops(where), time.perf_counter()
     profiler = tracing(log_path.with_suffix(".trace.json")) if profile and rank == 0 else None
-
-    def look() -> None:
-        """Reads loss, gradient norm and stop flag of the updates launched so far; stops a run that has gone wrong."""
-        nonlocal in_a_row, skipped
-        for at, stats, event in unread:
-            if event:
-                event.synchronize()
-            loss, norm, stop_votes = stats.tolist()
-            if not math.isfinite(loss):
-                before = f"{figures['loss']:.4f}" if math.isfinite(figures["loss"]) else "none"
-                raise UserError(f"the loss of update {at} is {loss}, the last finite one was {before}; try a lower --learning_rate and "
-                                "--adam_lr, more --warmup_iters or --dtype=float32, from the last checkpoint with --resume")
-            figures.update(loss=loss, norm=norm, stop=figures["stop"] or stop_votes > 0)
-            if math.isfinite(norm):
-                in_a_row = 0
-            else:
-                skipped, in_a_row = skipped + 1, in_a_row + 1
-            if in_a_row >= max_skipped:
-                raise UserError(f"the gradient was not finite in {in_a_row} updates in a row, up to update {at}; the weights are "
-                                "as before them; try a lower --learning_rate or --dtype=float32")
-        unread.clear()
 
     def tokens_per_s(since: tuple[int, float]) -> float:
         return (step - since[0]) * batch_size * block_size / max(1e-9, train_time - since[1])
@@ -1322,16 +1339,17 @@ def train() -> dict:
         rate = tokens_per_s(mark)
         pace = (train_time - session[1]) / max(1, step - session[0])
         mfu = f"{rate * flops_per_token(raw) / (peak * world):.3f}" if peak else "n/a"
-        norm = f"grad_norm:{figures['norm']:.4f} " if math.isfinite(figures["norm"]) else ""
-        return (f"train_loss:{figures['loss']:.5f} lr:{learning_rate * lr_factor(step - 1):.6g} {norm}tokens_per_s:{rate:.0f} "
-                f"mfu:{mfu}{f' skipped:{skipped}' if skipped else ''} time_left:{duration(pace * (max_iters - step))}")
+        norm = f"grad_norm:{monitor.norm:.4f} " if math.isfinite(monitor.norm) else ""
+        skipped = f" skipped:{monitor.skipped}" if monitor.skipped else ""
+        return (f"train_loss:{monitor.loss:.5f} lr:{learning_rate * lr_factor(step - 1):.6g} {norm}tokens_per_s:{rate:.0f} mfu:{mfu}"
+                f"{skipped} time_left:{duration(pace * (max_iters - step))}")
 
     def save() -> None:
         states = [opt.state_dict() for opt in optimizers]  # every rank takes part
         if rank == 0:
             checkpoints.save(dict(
                 script=Path(__file__).name, model=to_host(raw.state_dict()), optimizers=to_host(states), step=step,
-                train_time=train_time, skipped=skipped, sequences=step * batch_size, rng=torch.get_rng_state(),
+                train_time=train_time, skipped=monitor.skipped, sequences=step * batch_size, rng=torch.get_rng_state(),
                 globals={name: globals()[name] for name in GLOBALS}, data=facts["data_checksum"], vocab=vocab, tokenizer=tokenizer,
                 eot=train_shards.eot, torch=str(torch.__version__), source=source_hash()), val_loss if validating else None)
 
@@ -1342,27 +1360,20 @@ def train() -> dict:
         if stochastic_rounding:
             torch.manual_seed(hash((seed, step, rank)) & 0x7FFFFFFF)  # whatever the run was resumed from
         loss = gradient(step)
-        norm = clip()
+        norm = clip(parameters)
         stats = torch.stack([loss / world, norm.to(loss) / world, torch.full_like(loss, stop["signal"] is not None)])
         if world > 1:
             dist.all_reduce(stats)
         optimize(lr_factor(step))  # leaves the weights alone where the gradient is not finite
-        if where.type == "cuda":  # read while the next update runs
-            look()
-            host, event = torch.empty(3, pin_memory=True).copy_(stats, non_blocking=True), torch.cuda.Event()
-            event.record()
-            unread.append((step, host, event))
-        else:
-            unread.append((step, stats, None))
-            look()
+        monitor.add(step, stats)
         step += 1
         if profiler:
             profiler.step()
         validating = step % eval_interval == 0 or step == max_iters
         logging = step % log_interval == 0 or step == max_iters
-        if not (validating or logging or figures["stop"] or step % checkpoint_interval == 0):
+        if not (validating or logging or monitor.stop or step % checkpoint_interval == 0):
             continue
-        look()
+        monitor.look()
         synchronize()
         train_time += time.perf_counter() - clock
         if validating:
@@ -1371,9 +1382,9 @@ def train() -> dict:
         elif logging:
             log(f"step:{step}/{max_iters} {times()} {progress()}")
         mark = (step, train_time)
-        if figures["stop"] or step == max_iters or step % checkpoint_interval == 0 and not in_a_row:  # skipped ones are redone
+        if monitor.stop or step == max_iters or step % checkpoint_interval == 0 and not monitor.in_a_row:  # skipped ones are redone
             save()
-        if figures["stop"] and step < max_iters:
+        if monitor.stop and step < max_iters:
             checkpoints.wait(last=True)
             log(f"stopped after update {step} by {stop['signal'] or 'a signal to another rank'}; go on with the same command and "
                 f"--run_name={run} --resume=auto")
@@ -1404,7 +1415,7 @@ def train() -> dict:
         dist.barrier(device_ids=devices)  # rank 0 holds the store: it waits until all are here
         if where.type == "cuda":
             dist.destroy_process_group()  # gloo's ends with the process: destroying it can wait for a thread that waits for the GIL
-    return dict(run=run, log=log_path, step=step, val_loss=val_loss, val_acc=val_acc, train_time=train_time, loss=figures["loss"])
+    return dict(run=run, log=log_path, step=step, val_loss=val_loss, val_acc=val_acc, train_time=train_time, loss=monitor.loss)
 
 
 def tracing(path: Path) -> torch.profiler.profile:
