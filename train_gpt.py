@@ -731,8 +731,8 @@ class Checkpoints:
     """checkpoints/RUN/step_N.pt, and beside it step_N.json with its size and sha256, written after it: a checkpoint without a
     matching json is unfinished or damaged. Both get a temporary name, fsync, rename. A thread writes while training goes on."""
 
-    def __init__(self, run: str):
-        self.folder, self.thread, self.failure = Path(checkpoint_dir) / run, None, None
+    def __init__(self, run: str, rank: int):
+        self.folder, self.rank, self.thread, self.failure = Path(checkpoint_dir) / run, rank, None, None
 
     def save(self, content: dict, val_loss: float | None) -> None:
         """content: tensors already copied to host memory, and plain types."""
@@ -775,30 +775,40 @@ class Checkpoints:
             path.unlink()
             path.with_suffix(".json").unlink()
 
-    def newer(self, step: int) -> list[Path]:
-        return sorted(path for path in self.folder.glob("step_*.pt") if path.name > f"step_{step:08d}.pt" and not damage(path))
-
     def load(self, which: str) -> dict | None:
         """The checkpoint at a path, or for "auto" the newest good one of this run; None if there is none yet."""
-        if which != "auto":
-            path = Path(which)
-            if path.is_dir():
-                path = max(path.glob("step_*.pt"), default=path / "step_*.pt")
-            if not path.exists():
-                raise UserError(f"--resume={which}: there is no {path}; expected a file checkpoints/RUN/step_N.pt or such a folder")
-            if problem := damage(path):
-                folder = path.resolve().parent
-                where = "" if folder.parent == self.folder.resolve().parent else f"--checkpoint_dir={folder.parent} "
-                raise UserError(f"--resume={which}: {path} {problem}; take an earlier one, or {where}--run_name={folder.name} "
-                                "--resume=auto to do so by itself")
-            return read_checkpoint(path)
-        for path in sorted(self.folder.glob("step_*.pt"), reverse=True):
-            if problem := damage(path):
-                if os.environ.get("RANK", "0") == "0":
+        if which == "auto":
+            for path in sorted(self.folder.glob("step_*.pt"), reverse=True):
+                if not (problem := damage(path)):
+                    return read_checkpoint(path)
+                if self.rank == 0:
                     print(f"passing over {path}: it {problem}", file=sys.stderr)
-            else:
-                return read_checkpoint(path)
-        return None
+            return None
+        path = Path(which)
+        if path.is_dir():
+            path = max(path.glob("step_*.pt"), default=path / "step_*.pt")
+        if not path.exists():
+            raise UserError(f"--resume={which}: there is no {path}; expected a file checkpoints/RUN/step_N.pt or such a folder")
+        if problem := damage(path):
+            folder = path.resolve().parent
+            where = "" if folder.parent == self.folder.resolve().parent else f"--checkpoint_dir={folder.parent} "
+            raise UserError(f"--resume={which}: {path} {problem}; take an earlier one, or {where}--run_name={folder.name} "
+                            "--resume=auto to do so by itself")
+        return read_checkpoint(path)
+
+    def check(self, saved: dict, data: str) -> None:
+        """May this run go on from a checkpoint that was loaded? data: checksum of what this run reads."""
+        changed = [f"{name} ({saved['globals'].get(name)} then, {globals()[name]} now)" for name in GLOBALS
+                   if name not in MAY_CHANGE and saved["globals"].get(name) != globals()[name]]
+        if saved["data"] != data:
+            changed += [f"the data (another checksum; `python prepare.py verify {dataset}{elsewhere()}` tells whether a shard is damaged)"]
+        if changed and not allow_change:
+            raise UserError(f"--resume: the checkpoint was made with other values of {', '.join(changed)}; give the same, or "
+                            "--allow_change=true")
+        this, run = f"step_{saved['step']:08d}.pt", self.folder.name
+        if self.rank == 0 and (newer := [path for path in self.folder.glob("step_*.pt") if path.name > this and not damage(path)]):
+            raise UserError(f"--resume={resume}: run {run} has newer checkpoints ({max(newer)}); go on from there with "
+                            f"--run_name={run} --resume=auto, or branch off with another --run_name")
 
 
 def read_note(path: Path) -> dict | None:
@@ -881,12 +891,10 @@ def to_host(tree):
 # main
 # ----------------------------------------------------------------------------------------------------------------------
 class Log:
-    """On rank 0 prints, and appends to logs/RUN.txt, a line at a time; figures also go to --wandb and --tensorboard."""
+    """Prints, and appends to logs/RUN.txt, a line at a time; figures also go to --wandb and --tensorboard. head: None goes on."""
 
-    def __init__(self, path: Path, rank: int, head: str | None, step: int = 0):
-        self.path, self.file, self.step = path, None, step
-        if rank != 0:
-            return
+    def __init__(self, path: Path, head: str | None, step: int):
+        self.path, self.step = path, step
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self.trackers = trackers(path.stem, step)
@@ -901,8 +909,6 @@ class Log:
             raise UserError(f"cannot write {path}: {error.strerror}; expected a writable folder; set --log_dir") from None
 
     def __call__(self, line: str) -> None:
-        if not self.file:
-            return
         print(line, flush=True)
         data = (line + "\n").encode()
         try:
@@ -1212,7 +1218,7 @@ def train() -> dict:
         run = path.parent.name if path.is_file() else path.name
     else:
         run = f"{stem}-{started:%Y%m%d-%H%M%S}"
-    log_path, checkpoints = Path(log_dir) / f"{run}.txt", Checkpoints(run)
+    log_path, checkpoints = Path(log_dir) / f"{run}.txt", Checkpoints(run, rank)
     saved = checkpoints.load(resume) if resume else None
     if world > 1:
         agree({"checkpoint (is --checkpoint_dir on a shared file system?)": str(saved and saved["step"])}, world)
@@ -1229,22 +1235,14 @@ def train() -> dict:
                  data_checksum=f"{train_shards.checksum}-{val_shards.checksum}", vocab=vocab,
                  params=sum(p.numel() for p in raw.parameters()), flops_per_token=f"{flops_per_token(raw):.0f}")
     if saved:
-        changed = [f"{name} ({saved['globals'].get(name)} then, {globals()[name]} now)" for name in GLOBALS
-                   if name not in MAY_CHANGE and saved["globals"].get(name) != globals()[name]]
-        if saved["data"] != facts["data_checksum"]:
-            changed += [f"the data (another checksum; `python prepare.py verify {dataset}{elsewhere()}` tells whether a shard is damaged)"]
-        if changed and not allow_change:
-            raise UserError(f"--resume: the checkpoint was made with other values of {', '.join(changed)}; give the same, or "
-                            "--allow_change=true")
-        if rank == 0 and (newer := checkpoints.newer(saved["step"])):
-            raise UserError(f"--resume={resume}: run {run} has newer checkpoints ({newer[-1]}); go on from there with "
-                            f"--run_name={run} --resume=auto, or branch off with another --run_name")
+        checkpoints.check(saved, facts["data_checksum"])
         with fitting():
             raw.load_state_dict(saved["model"])
+    step, train_time, skipped = (saved[key] for key in ("step", "train_time", "skipped")) if saved else (0, 0.0, 0)
+    log = lambda line: None
     if rank == 0:
         check_disk(shape_only, checkpoints.folder)
-    log = Log(log_path, rank, None if saved and log_path.exists() else log_head(run, facts), saved["step"] if saved else 0)
-    if rank == 0:
+        log = Log(log_path, None if saved and log_path.exists() else log_head(run, facts), step)
         epochs = max_iters * batch_size * block_size / train_shards.tokens
         print(f"{run}: {facts['params'] / 1e6:.2f} M parameters, {facts['device']}, {facts['dtype_used']}, {world} ranks x "
               f"{accumulate} micro-batches x {micro_batch_size} x {block_size} tokens an update; {epochs:.2f} epochs of {dataset}\n"
@@ -1252,7 +1250,6 @@ def train() -> dict:
         if resume == "auto" and not (saved or run_name) and (others := sorted(Path(checkpoint_dir).glob(f"{stem}-*/step_*.pt"))):
             name = others[-1].parent.name
             print(f"{run} begins: it has no checkpoint. If you meant {name}, give --run_name={name}", file=sys.stderr, flush=True)
-    step, train_time, skipped = (saved[key] for key in ("step", "train_time", "skipped")) if saved else (0, 0.0, 0)
 
     # ---- compilation, outside the clock: an update at learning rate 0 changes no parameter, its state is dropped
     if compile:
