@@ -179,10 +179,10 @@ def configure(argv: list[str]) -> None:
         flags[name] = parse(name, text, type(globals()[name]))
     chosen = flags.get("preset", preset)
     names = [key for key in PRESETS if "/" not in key]
-    choose("preset", chosen, names)
+    check_choice("preset", chosen, names)
     overrides = dict(PRESETS[chosen])
     wanted = flags.get("optimizer", overrides.get("optimizer", optimizer))
-    choose("optimizer", wanted, ["adamw", *VARIANTS])
+    check_choice("optimizer", wanted, ["adamw", *VARIANTS])
     overrides.update(PRESETS.get(f"{chosen}/{wanted}", {}))
     if "dataset" in flags:
         overrides["val_dataset"] = ""  # a preset's validation data go with its training data
@@ -211,7 +211,7 @@ def parse(name: str, text: str, kind: type):
         raise UserError(f"--{name}={text}: expected {expected}, for instance --{name}={globals()[name]}") from None
 
 
-def choose(name: str, value: str, choices: list[str]) -> None:
+def check_choice(name: str, value: str, choices: list[str]) -> None:
     if value not in choices:
         near = difflib.get_close_matches(value, choices, 1, 0.3)
         raise UserError(f"--{name}={value} is unknown; expected one of {', '.join(choices)}"
@@ -230,12 +230,12 @@ def check_globals() -> None:
            "muon_eps ns_steps ns_eps adam_eps norm_eps warmup_iters sample_tokens threads seed data_seed")
     expect("in [0, 1)", lambda x: 0 <= x < 1, "momentum beta2 adam_beta1 adam_beta2")
     expect("in [0, 1]", lambda x: 0 <= x <= 1, "decay_frac min_lr_frac")
-    choose("schedule", schedule, ["constant", "cosine", "wsd"])
-    choose("adjust_lr_fn", adjust_lr_fn, ["original", "match_rms_adamw", "frobenius"])
-    choose("dtype", dtype, ["auto", "float32", "bfloat16"])
-    choose("param_dtype", param_dtype, ["float32", "bfloat16"])
+    check_choice("schedule", schedule, ["constant", "cosine", "wsd"])
+    check_choice("adjust_lr_fn", adjust_lr_fn, ["original", "match_rms_adamw", "frobenius"])
+    check_choice("dtype", dtype, ["auto", "float32", "bfloat16"])
+    check_choice("param_dtype", param_dtype, ["float32", "bfloat16"])
     if device:
-        choose("device", re.sub(r":\d+$", "", device), ["cpu", "cuda", "mps"])
+        check_choice("device", re.sub(r":\d+$", "", device), ["cpu", "cuda", "mps"])
     if n_embd % n_head or n_embd // n_head % 2:
         raise UserError(f"--n_embd={n_embd} gives {n_head} heads a width of {n_embd / n_head:g}; expected an even whole number; "
                         f"for instance --n_embd={max(2, round(n_embd / n_head / 2) * 2) * n_head}")
@@ -265,7 +265,7 @@ def padded(ids: int) -> int:
     return -(-ids // 64) * 64
 
 
-def elsewhere() -> str:
+def data_flag() -> str:
     """What a command of prepare.py needs where data_dir is not its own default."""
     return f" --data_dir={shlex.quote(data_dir)}" if data_dir != "data" else ""
 
@@ -277,7 +277,7 @@ class Shards:
     def __init__(self, name: str, split: str, rank: int = 0, world: int = 1):
         folder = Path(data_dir) / name
         self.files = shard_files(folder, split)
-        place = elsewhere()
+        place = data_flag()
         mend = "python prepare.py" + {"pysrc": ""}.get(name, f" {name}" if name in SOURCES else f" text --input PATH --name {name}") + place
         if not self.files:
             if any(folder.glob("*.bin")) and not (folder / "manifest.json").exists():  # another project's files
@@ -345,7 +345,7 @@ class Shards:
         for row, shard, window in zip(out, shards, first):
             if os.preadv(self.fds[shard], [row], HEADER * 4 + 2 * block_size * int(window)) != row.nbytes:
                 path = self.files[shard]
-                raise UserError(f"{path} became shorter while it was read; run `python prepare.py verify {path.parent.name}{elsewhere()}`")
+                raise UserError(f"{path} became shorter while it was read; run `python prepare.py verify {path.parent.name}{data_flag()}`")
         return out
 
     def batch(self, step: int, rows: range) -> np.ndarray:
@@ -370,7 +370,7 @@ def manifest_shards(folder: Path, split: str) -> set[str]:
         return set()
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder / 'manifest.json'} cannot be read ({type(error).__name__}); run `python prepare.py verify "
-                        f"{folder.name}{elsewhere()}`") from None
+                        f"{folder.name}{data_flag()}`") from None
 
 
 def shuffle(i: np.ndarray, n: int, *key: int) -> np.ndarray:
@@ -829,7 +829,7 @@ class Checkpoints:
         changed = [f"{name} ({saved['globals'].get(name)} then, {globals()[name]} now)" for name in GLOBALS
                    if name not in MAY_CHANGE and saved["globals"].get(name) != globals()[name]]
         if saved["data"] != data:
-            changed += [f"the data (another checksum; `python prepare.py verify {dataset}{elsewhere()}` tells whether a shard is damaged)"]
+            changed += [f"the data (another checksum; `python prepare.py verify {dataset}{data_flag()}` tells whether a shard is damaged)"]
         if changed and not allow_change:
             raise UserError(f"--resume: the checkpoint was made with other values of {', '.join(changed)}; give the same, or "
                             "--allow_change=true")
