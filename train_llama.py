@@ -16,7 +16,6 @@ Shapes: B sequences of a micro-batch, T tokens, D model width, H heads, K head w
 import contextlib
 import ctypes
 import difflib
-import errno
 import functools
 import hashlib
 import json
@@ -178,8 +177,7 @@ def configure(argv: list[str]) -> None:
             raise UserError(f"there is no --{name}; " + (f"did you mean --{near[0]}={text}?" if near else "--help lists the names"))
         flags[name] = parse(name, text, type(globals()[name]))
     chosen = flags.get("preset", preset)
-    names = [key for key in PRESETS if "/" not in key]
-    check_choice("preset", chosen, names)
+    check_choice("preset", chosen, [key for key in PRESETS if "/" not in key])
     overrides = dict(PRESETS[chosen])
     wanted = flags.get("optimizer", overrides.get("optimizer", optimizer))
     check_choice("optimizer", wanted, ["adamw", *VARIANTS])
@@ -345,7 +343,8 @@ class Shards:
         for row, shard, window in zip(out, shards, first):
             if os.preadv(self.fds[shard], [row], HEADER * 4 + 2 * block_size * int(window)) != row.nbytes:
                 path = self.files[shard]
-                raise UserError(f"{path} became shorter while it was read; run `python prepare.py verify {path.parent.name}{data_flag()}`")
+                raise UserError(f"{path} became shorter while it was read; run `python prepare.py verify "
+                                f"{path.parent.name}{data_flag()}`")
         return out
 
     def batch(self, step: int, rows: range) -> np.ndarray:
@@ -829,7 +828,8 @@ class Checkpoints:
         changed = [f"{name} ({saved['globals'].get(name)} then, {globals()[name]} now)" for name in GLOBALS
                    if name not in MAY_CHANGE and saved["globals"].get(name) != globals()[name]]
         if saved["data"] != data:
-            changed += [f"the data (another checksum; `python prepare.py verify {dataset}{data_flag()}` tells whether a shard is damaged)"]
+            changed += [f"the data (another checksum; `python prepare.py verify {dataset}{data_flag()}` tells whether a shard is "
+                        "damaged)"]
         if changed and not allow_change:
             raise UserError(f"--resume: the checkpoint was made with other values of {', '.join(changed)}; give the same, or "
                             "--allow_change=true")
@@ -841,11 +841,9 @@ class Checkpoints:
 
 def read_note(path: Path) -> dict | None:
     """The .json beside a checkpoint; None if it is missing or not ours."""
-    try:
+    with contextlib.suppress(OSError, ValueError, TypeError):
         note = json.loads(path.with_suffix(".json").read_text())
         return note if {"val_loss", "size", "sha256"} <= set(note) else None
-    except (OSError, ValueError, TypeError):
-        return None
 
 
 def read_checkpoint(path: Path) -> dict:
@@ -940,8 +938,8 @@ class Log:
         print(line, flush=True)
         data = (line + "\n").encode()
         try:
-            if self.file.write(data) < len(data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            while data:  # a disk that gets full takes a part first
+                data = data[self.file.write(data):]
         except OSError as error:
             raise UserError(f"cannot write {self.path}: {error.strerror}; free some space, then go on with "
                             f"--run_name={self.path.stem} --resume=auto") from None
@@ -1081,10 +1079,9 @@ def agree(facts: dict[str, str], world: int) -> None:
 def fast_bf16(where: torch.device) -> bool:
     if where.type == "cuda":
         return torch.cuda.get_device_capability(where) >= (8, 0)
-    try:
+    with contextlib.suppress(OSError):
         return where.type == "cpu" and bool(re.search(r"\b(avx512_bf16|amx_bf16)\b", Path("/proc/cpuinfo").read_text()))
-    except OSError:
-        return False
+    return False
 
 
 def uses_bf16(where: torch.device) -> bool:
@@ -1187,7 +1184,8 @@ def micro_batches(world: int) -> int:
     if batch_size % together:
         fits = [micro for micro in range(1, micro_batch_size) if batch_size % (micro * world) == 0]
         mend = f"--micro_batch_size={fits[-1]}" if fits else f"--batch_size={max(1, batch_size // together) * together}"
-        raise UserError(f"--batch_size={batch_size} is not a multiple of --micro_batch_size={micro_batch_size} x {world} ranks; use {mend}")
+        raise UserError(f"--batch_size={batch_size} is not a multiple of --micro_batch_size={micro_batch_size} x {world} ranks; "
+                        f"use {mend}")
     return batch_size // together
 
 
@@ -1231,8 +1229,7 @@ def train() -> dict:
     initialise(raw)
     raw.to(where, torch.bfloat16 if param_dtype == "bfloat16" else torch.float32)
     raw.cos, raw.sin = rope_tables(block_size, n_embd // n_head, where)  # again: .to() rounds them, and angles stay in fp32
-    bf16 = uses_bf16(where)
-    autocast = (lambda: torch.autocast(where.type, torch.bfloat16)) if bf16 else contextlib.nullcontext
+    autocast = (lambda: torch.autocast(where.type, torch.bfloat16)) if uses_bf16(where) else contextlib.nullcontext
     ns_dtype = torch.bfloat16 if fast_bf16(where) else torch.float32
     optimizers = build_optimizers(raw, compile, ns_dtype)
 
@@ -1257,9 +1254,9 @@ def train() -> dict:
                  **({"cuda": f"{torch.version.cuda}, cudnn {torch.backends.cudnn.version()}"} if where.type == "cuda" else {}),
                  device=(torch.cuda.get_device_name(where) if where.type == "cuda" else
                          f"{where.type} {cpu_name()}, {torch.get_num_threads()} threads"),
-                 world_size=world, dtype_used="bfloat16 autocast" if bf16 else "float32",
-                 started=started.isoformat(timespec="seconds"),
-                 train_tokens=train_shards.tokens, val_tokens_used=min(val_tokens // block_size, len(val_shards)) * block_size,
+                 world_size=world, dtype_used="bfloat16 autocast" if uses_bf16(where) else "float32",
+                 started=started.isoformat(timespec="seconds"), train_tokens=train_shards.tokens,
+                 val_tokens_used=min(val_tokens // block_size, len(val_shards)) * block_size,
                  data_checksum=f"{train_shards.checksum}-{val_shards.checksum}", vocab=vocab,
                  params=sum(p.numel() for p in raw.parameters()), flops_per_token=f"{flops_per_token(raw):.0f}")
     if saved:
@@ -1327,8 +1324,8 @@ def train() -> dict:
             opt.step()
             opt.zero_grad(set_to_none=world == 1 or accumulate == 1)  # else gradients stay views of DDP's buckets, or memory has both
 
-    devices = [torch.cuda.current_device()] if where.type == "cuda" else None
     compiling(lambda: gradient(step, accumulate - 1))  # one micro-batch, before DDP, whose forward cannot be tried twice
+    devices = [where.index] if where.type == "cuda" else None
     if world > 1:
         raw.zero_grad()
         parallel = DDP(raw, device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=False)
@@ -1361,22 +1358,21 @@ def train() -> dict:
         return (step - since[0]) * batch_size * block_size / max(1e-9, train_time - since[1])
 
     def progress() -> str:
-        rate = tokens_per_s(mark)
-        pace = (train_time - session[1]) / max(1, step - session[0])
+        rate, left = tokens_per_s(mark), (max_iters - step) * batch_size * block_size / tokens_per_s(session)
         mfu = f"{rate * flops_per_token(raw) / (peak * world):.3f}" if peak else "n/a"
         norm = f"grad_norm:{monitor.norm:.4f} " if math.isfinite(monitor.norm) else ""
         skipped = f" skipped:{monitor.skipped}" if monitor.skipped else ""
         return (f"train_loss:{monitor.loss:.5f} lr:{learning_rate * lr_factor(step - 1):.6g} {norm}tokens_per_s:{rate:.0f} mfu:{mfu}"
-                f"{skipped} time_left:{duration(pace * (max_iters - step))}")
+                f"{skipped} time_left:{duration(left)}")
 
-    def save() -> None:
+    def save(score: float | None) -> None:
         states = [opt.state_dict() for opt in optimizers]  # every rank takes part
         if rank == 0:
             checkpoints.save(dict(
                 script=Path(__file__).name, model=to_host(raw.state_dict()), optimizers=to_host(states), step=step,
                 train_time=train_time, skipped=monitor.skipped, sequences=step * batch_size, rng=torch.get_rng_state(),
                 globals={name: globals()[name] for name in GLOBALS}, data=facts["data_checksum"], vocab=vocab, tokenizer=tokenizer,
-                eot=train_shards.eot, torch=str(torch.__version__), source=source_hash()), val_loss if validating else None)
+                eot=train_shards.eot, torch=str(torch.__version__), source=source_hash()), score)
 
     def times() -> str:
         return f"train_time:{train_time:.3f}s" + (f" step_avg:{1000 * train_time / step:.2f}ms" if step else "")
@@ -1408,7 +1404,7 @@ def train() -> dict:
             log(f"step:{step}/{max_iters} {times()} {progress()}")
         mark = (step, train_time)
         if monitor.stop or step == max_iters or step % checkpoint_interval == 0 and not monitor.in_a_row:  # skipped ones are redone
-            save()
+            save(val_loss if validating else None)
         if monitor.stop and step < max_iters:
             checkpoints.wait(last=True)
             log(f"stopped after update {step} by {stop['signal'] or 'a signal to another rank'}; go on with the same command and "
@@ -1462,10 +1458,9 @@ def peak_rss() -> int:
 
 
 def cpu_name() -> str:
-    try:
+    with contextlib.suppress(OSError, TypeError):
         return re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())[1]
-    except (OSError, TypeError):
-        return platform.processor()
+    return platform.processor()
 
 
 def listen() -> dict:
