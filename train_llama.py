@@ -762,9 +762,9 @@ class Checkpoints:
         self.folder, self.rank, self.thread, self.failure = Path(checkpoint_dir) / run, rank, None, None
 
     def save(self, content: dict, val_loss: float | None) -> None:
-        """content: tensors already copied to host memory, and plain types."""
+        """content: tensors, of which copies are written, and plain types."""
         self.wait()
-        self.thread = threading.Thread(target=self._write, args=(content, val_loss))
+        self.thread = threading.Thread(target=self._write, args=(to_host(content), val_loss))
         self.thread.start()
 
     def wait(self, last: bool = False) -> None:
@@ -1038,7 +1038,7 @@ class Watch(threading.Thread):
 
     def run(self):
         limit, beat, posts, at = 60 * timeout_minutes, 0, {}, 0
-        since = time.monotonic()                     # that this rank waits
+        since = time.monotonic()                     # when this rank was last seen to go on
         heard = dict.fromkeys(self.keys, since)      # when a rank last posted something new
         while not self.done.wait(min(5, limit / 10)):
             beat += 1
@@ -1228,7 +1228,7 @@ def train() -> dict:
     raw = Model(vocab)
     initialise(raw)
     raw.to(where, torch.bfloat16 if param_dtype == "bfloat16" else torch.float32)
-    raw.cos, raw.sin = rope_tables(block_size, n_embd // n_head, where)  # again: .to() rounds them, and angles stay in fp32
+    raw.cos, raw.sin = rope_tables(block_size, n_embd // n_head, where)  # again in fp32, which .to() has rounded
     autocast = (lambda: torch.autocast(where.type, torch.bfloat16)) if uses_bf16(where) else contextlib.nullcontext
     ns_dtype = torch.bfloat16 if fast_bf16(where) else torch.float32
     optimizers = build_optimizers(raw, compile, ns_dtype)
@@ -1281,12 +1281,12 @@ def train() -> dict:
         raw.compile_parts()
         if rank == 0:
             print("compiling; later runs find the graphs in the cache of torch", flush=True)
-    synchronize = (lambda: torch.cuda.synchronize(where)) if where.type == "cuda" else (lambda: None)
+    synchronize = torch.cuda.synchronize if where.type == "cuda" else lambda: None
     compile_start = time.perf_counter()
     validate = lambda: evaluate(raw.logits, val_shards, where, autocast, rank, world)
 
     def compiling(function):
-        """Calls what compiles on its first call; if that fails, warns and goes on uncompiled."""
+        """function(), which compiles; if that fails, warns and goes on uncompiled."""
         try:
             return function()
         except torch._dynamo.exc.TorchDynamoException as error:
@@ -1303,7 +1303,7 @@ def train() -> dict:
     parallel, parameters = raw, list(raw.parameters())
 
     def gradient(step: int, start: int = 0) -> Tensor:
-        """Leaves the mean gradient of update `step`'s batch, from micro-batch `start` on, in .grad; returns its mean loss on this rank."""
+        """Leaves the mean gradient of update `step`'s batch, from micro-batch `start` on, in .grad; returns this rank's mean loss."""
         total = torch.zeros((), device=where)
         for k in range(start, accumulate):
             first = (k * world + rank) * micro_batch_size
@@ -1322,7 +1322,7 @@ def train() -> dict:
             for group in opt.param_groups:
                 group["lr"] = group["initial_lr"] * factor
             opt.step()
-            opt.zero_grad(set_to_none=world == 1 or accumulate == 1)  # else gradients stay views of DDP's buckets, or memory has both
+            opt.zero_grad(set_to_none=world == 1 or accumulate == 1)  # else they stay views of DDP's buckets
 
     compiling(lambda: gradient(step, accumulate - 1))  # one micro-batch, before DDP, whose forward cannot be tried twice
     devices = [where.index] if where.type == "cuda" else None
@@ -1369,8 +1369,8 @@ def train() -> dict:
         states = [opt.state_dict() for opt in optimizers]  # every rank takes part
         if rank == 0:
             checkpoints.save(dict(
-                script=Path(__file__).name, model=to_host(raw.state_dict()), optimizers=to_host(states), step=step,
-                train_time=train_time, skipped=monitor.skipped, sequences=step * batch_size, rng=torch.get_rng_state(),
+                script=Path(__file__).name, model=raw.state_dict(), optimizers=states, step=step, train_time=train_time,
+                skipped=monitor.skipped, sequences=step * batch_size, rng=torch.get_rng_state(),
                 globals={name: globals()[name] for name in GLOBALS}, data=facts["data_checksum"], vocab=vocab, tokenizer=tokenizer,
                 eot=train_shards.eot, torch=str(torch.__version__), source=source_hash()), score)
 
@@ -1379,7 +1379,7 @@ def train() -> dict:
 
     while step < max_iters:
         if stochastic_rounding:
-            torch.manual_seed(hash((seed, step, rank)) & 0x7FFFFFFF)  # whatever the run was resumed from
+            torch.manual_seed(hash((seed, step, rank)) & 0x7FFFFFFF)  # of the update alone, so that a resumed run rounds alike
         loss = gradient(step)
         norm = clip(parameters)
         stats = torch.stack([loss / world, norm.to(loss) / world, torch.full_like(loss, stop["signal"] is not None)])
@@ -1390,9 +1390,9 @@ def train() -> dict:
         step += 1
         if profiler:
             profiler.step()
-        validating = step % eval_interval == 0 or step == max_iters
-        logging = step % log_interval == 0 or step == max_iters
-        if not (validating or logging or monitor.stop or step % checkpoint_interval == 0):
+        last = step == max_iters
+        validating, logging, saving = (last or step % every == 0 for every in (eval_interval, log_interval, checkpoint_interval))
+        if not (validating or logging or saving or monitor.stop):
             continue
         monitor.look()
         synchronize()
@@ -1403,9 +1403,9 @@ def train() -> dict:
         elif logging:
             log(f"step:{step}/{max_iters} {times()} {progress()}")
         mark = (step, train_time)
-        if monitor.stop or step == max_iters or step % checkpoint_interval == 0 and not monitor.in_a_row:  # skipped ones are redone
+        if last or monitor.stop or saving and not monitor.in_a_row:  # a run that resumes repeats updates that were left out
             save(val_loss if validating else None)
-        if monitor.stop and step < max_iters:
+        if monitor.stop and not last:
             checkpoints.wait(last=True)
             log(f"stopped after update {step} by {stop['signal'] or 'a signal to another rank'}; go on with the same command and "
                 f"--run_name={run} --resume=auto")
