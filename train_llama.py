@@ -1213,8 +1213,7 @@ def train() -> dict:
     vocab = vocab_size or padded(train_shards.vocab)
     tokenizer = {257: "bytes", 50257: "gpt2", 32000: "llama2"}.get(train_shards.vocab, "")
     with torch.device("meta"):
-        shape_only = Model(vocab)
-    check_memory(shape_only, where, world, local_world)
+        check_memory(Model(vocab), where, world, local_world)
     if world > 1:
         warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renamed what 2.9 has under these names only
         Watch.at += 1
@@ -1266,7 +1265,7 @@ def train() -> dict:
     step, train_time, skipped = (saved[key] for key in ("step", "train_time", "skipped")) if saved else (0, 0.0, 0)
     log = lambda line: None
     if rank == 0:
-        check_disk(shape_only, checkpoints.folder)
+        check_disk(raw, checkpoints.folder)
         log = Log(log_path, None if saved and log_path.exists() else log_head(run, facts), step)
         epochs = max_iters * batch_size * block_size / train_shards.tokens
         print(f"{run}: {facts['params'] / 1e6:.2f} M parameters, {facts['device']}, {facts['dtype_used']}, {world} ranks x "
