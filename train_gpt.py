@@ -674,6 +674,7 @@ def memory_estimate(model: nn.Module, world: int, gpu: bool, bf16: bool) -> dict
     same_shape = Counter(p.shape for p in model.blocks.parameters() if p.ndim > 1)
     batches = [min(n * shape.numel() / world, max(2**27, shape.numel()) if gpu else math.inf) for shape, n in same_shape.items()]
     step = max(batches) * (16 if gpu else 8) if optimizer in VARIANTS else 0  # Newton-Schulz
+    step += numbers * width * (1 + 1 / world) if world > 1 else 0             # and what is sent and received
     accumulating = batch_size > micro_batch_size * world or world > 1  # else no gradient is there yet when the most is kept
     whole = state * width if world > 1 else 0  # Optimizer.state_dict gathers it, once no activations are left
     return {"parameters": numbers * width, "gradients": numbers * width, "optimizer": state * width / world,
@@ -1298,9 +1299,10 @@ def train() -> dict:
     compiling(lambda: gradient(step, accumulate - 1))  # one micro-batch, before DDP, whose forward cannot be tried twice
     devices = [where.index] if where.type == "cuda" else None
     if world > 1:
-        raw.zero_grad()
         parallel = DDP(raw, device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=False)
-        gradient(step, accumulate - 1)  # from then on gradients are views of DDP's buckets
+        for _ in range(2):  # DDP makes its buckets anew at the second forward pass: no gradient may hold the first ones any more
+            raw.zero_grad()
+            gradient(step, accumulate - 1)  # gradients are views of DDP's buckets
     clip(parameters)
     optimize(0.0)
     optimizers = build_optimizers(raw, compile, ns_dtype)
@@ -1403,6 +1405,9 @@ def train() -> dict:
     if profiler:
         profiler.stop()
     if world > 1:
+        if rank == 0:
+            store.set("saved", "")
+        store.wait(["saved"], timedelta(days=30))  # still watched: the last checkpoint may take rank 0 longer than any timeout
         Watch.done.set()
         dist.barrier(device_ids=devices)  # rank 0 holds the store: it waits until all are here
         if where.type == "cuda":
@@ -1480,6 +1485,10 @@ def cli() -> int:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(3)  # most mistakes are found on every rank: the first tells it, and torchrun ends the others
         complain(error)
+        return 1
+    except torch.OutOfMemoryError as error:
+        complain(f"rank {os.environ.get('RANK', 0)}: {str(error).split('. GPU ')[0]}; lower --micro_batch_size or set "
+                 "--activation_checkpointing=true; the last checkpoint is intact")
         return 1
     except RuntimeError as error:
         if "RANK" not in os.environ or not re.search("gloo|nccl|connection|store", str(error), re.IGNORECASE):

@@ -222,10 +222,14 @@ def work(jobs: list[dict]) -> None:
     for job in jobs:
         os.environ["MASTER_PORT"] = str(job["port"])
         module, kept = fresh(), {}
-        module.Watch.end = lambda self, what: None  # a job that fails on purpose must not end the process
+        ended = kept["ended"] = []
+        module.Watch.end = lambda self, what: ended.append(what)  # a job that fails on purpose must not end the process
         module.peak_rss = lambda: int(rank) + 1 << 30
         if job.get("record"):
             kept["optimizers"], kept["batches"] = record(module, job)
+        if "slow" in job:
+            write = module.write_whole
+            module.write_whole = lambda path, *args: time.sleep(job["slow"] * (path.suffix == ".pt")) or write(path, *args)
         try:
             module.main(flags(**job["flags"], **job.get("rank" + rank, {})))
         except module.UserError as error:
@@ -234,7 +238,9 @@ def work(jobs: list[dict]) -> None:
         if dist.is_initialized():
             time.sleep(0.2)  # for gloo's threads to let go of their tensors: its destructor would wait for them for ever
             dist.destroy_process_group()
-        recorder = kept.pop("optimizers", [])[-1:]
+        recorder = kept.pop("optimizers", [])
+        kept["warm"] = [opt.places for opt in recorder[:-1]]
+        recorder = recorder[-1:]
         kept["gradients"] = [step for opt in recorder for step in opt.seen]
         kept["places"] = [step for opt in recorder for step in opt.places]
         kept["held"] = [p.grad is not None for opt in recorder for p in opt.param_groups[0]["params"]]
@@ -278,7 +284,8 @@ def ranks(tmp_path_factory):
             dict(name="globals", flags=dict(run_name="x"), rank1=dict(learning_rate=0.02)),
             dict(name="data", flags=dict(run_name="x"), rank1=dict(data_dir="other")),
             dict(name="lonely", flags=dict(run_name="gradient", resume="auto", max_iters=3, grad_clip=0),
-                 rank1=dict(checkpoint_dir="other"))]
+                 rank1=dict(checkpoint_dir="other")),
+            dict(name="slow", slow=9, flags=dict(run_name="slow", max_iters=1, timeout_minutes=0.1))]
     for optimizer, dtype in ON_RANKS:
         same = dict(optimizer=optimizer, dtype=dtype, max_iters=2 * HALF)
         name = f"{optimizer}-{dtype}"
@@ -326,9 +333,14 @@ def test_gradients_that_accumulate_on_ranks_stay_in_the_buckets_of_ddp(ranks):
     """Else no_sync would build gradients beside the buckets, which are kept: between updates, and when the first one is to come."""
     for part in left(ranks, "gradient"):
         first, second, third = part["places"]
-        assert first == second == third and len(set(first)) < len(first)  # several share a bucket
+        assert part["warm"] == [[first]] and first == second == third and len(set(first)) < len(first)  # several share a bucket
         assert part["held"] and all(part["held"])
-        assert [step for step, *_ in part["batches"]].count(0) == (1 + 1 + 2) * 2  # warm-up: one without DDP, one with it; 2 rows each
+        assert [step for step, *_ in part["batches"]].count(0) == (1 + 2 + 2) * 2  # warm-up: one without DDP, two with it; 2 rows each
+
+
+def test_a_last_checkpoint_may_take_longer_than_the_timeout(ranks):
+    assert [(part["ended"], part.get("error")) for part in left(ranks, "slow")] == [([], None)] * 2
+    assert (ranks / "checkpoints/slow/step_00000001.json").exists()
 
 
 def test_the_memory_told_is_that_of_the_rank_that_has_most(ranks):
@@ -722,6 +734,16 @@ def test_an_error_of_nccl_is_told_with_its_reason(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     assert module.cli() == 1
     assert "rank 1 cannot go on with the others (Duplicate GPU detected : rank 1 and rank 0); torchrun" in capsys.readouterr().err
+
+
+def test_a_gpu_without_memory_gets_one_line(capsys, monkeypatch):
+    module = fresh()
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB")
+    monkeypatch.setattr(module, "main", lambda argv: (_ for _ in ()).throw(error))
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py"])
+    assert module.cli() == 1
+    assert capsys.readouterr().err == ("train_gpt.py: error: rank 0: CUDA out of memory. Tried to allocate 20.00 GiB; lower --micro_batch_size "
+                                       "or set --activation_checkpointing=true; the last checkpoint is intact\n")
 
 
 def test_restarts_without_resume_are_refused(capsys, monkeypatch):
