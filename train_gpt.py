@@ -105,7 +105,7 @@ tensorboard = ""              # true: event files in log_dir/tensorboard/RUN; FO
 seed = 1                      # initialisation, order of the training data, rounding
 data_seed = 0                 # order of the training data alone; 0 = seed
 device = ""                   # cpu, cuda, mps; "" = the best there is
-dtype = "auto"                # float32, bfloat16 (autocast); auto = bfloat16 where the hardware is fast at it
+dtype = "auto"                # float32 (a GPU multiplies in TF32), bfloat16 (autocast); auto = bfloat16 where the hardware is fast at it
 param_dtype = "float32"       # bfloat16: parameters and optimizer state are kept in bf16
 stochastic_rounding = False   # of bf16 parameters
 compile = True                # torch.compile; falls back to eager with a warning
