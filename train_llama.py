@@ -176,11 +176,15 @@ def configure(argv: list[str]) -> None:
             near = difflib.get_close_matches(name, GLOBALS, 1, 0.4)
             raise UserError(f"there is no --{name}; " + (f"did you mean --{near[0]}={text}?" if near else "--help lists the names"))
         flags[name] = parse(name, text, type(globals()[name]))
-    chosen = flags.get("preset", preset)
-    check_choice("preset", chosen, [key for key in PRESETS if "/" not in key])
+    chosen, names, known = flags.get("preset", preset), [key for key in PRESETS if "/" not in key], ["adamw", *VARIANTS]
+    for key in PRESETS:
+        base, slash, kind = key.partition("/")
+        if slash and not (base in names and kind in known):
+            raise UserError(f"PRESETS has {key!r}, which is never applied; expected PRESET/OPTIMIZER with an optimizer of {', '.join(known)}")
+    check_choice("preset", chosen, names)
     overrides = dict(PRESETS[chosen])
     wanted = flags.get("optimizer", overrides.get("optimizer", optimizer))
-    check_choice("optimizer", wanted, ["adamw", *VARIANTS])
+    check_choice("optimizer", wanted, known)
     overrides.update(PRESETS.get(f"{chosen}/{wanted}", {}))
     if "dataset" in flags:
         overrides["val_dataset"] = ""  # a preset's validation data go with its training data
@@ -302,6 +306,8 @@ class Shards:
                                 f"header; delete it and run `{mend}` again")
             if not ours:  # words that others leave 0; their shards are GPT-2's
                 vocab, eot, checksum = 50257, 50256, None
+                if 0 < vocab_size < vocab:  # then another tokenizer's, whose end of text is not known
+                    vocab, eot = vocab_size, 0
             if self.vocab not in (0, vocab):
                 raise UserError(f"{path} is of a vocabulary of {vocab} ids, the shards before it of {self.vocab}: "
                                 f"another tokenizer's; delete {folder} and run `{mend}` again")
@@ -406,9 +412,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).type_as(x)
 
 
-def rope_tables(length: int, width: int, where=None) -> tuple[Tensor, Tensor]:
-    frequency = rope_base ** (-torch.arange(0, width, 2, dtype=torch.float32, device=where) / width)
-    angle = torch.outer(torch.arange(length, dtype=torch.float32, device=where), frequency)  # (T, K/2)
+def rope_tables(length: int, width: int) -> tuple[Tensor, Tensor]:
+    frequency = rope_base ** (-torch.arange(0, width, 2, dtype=torch.float32) / width)
+    angle = torch.outer(torch.arange(length, dtype=torch.float32), frequency)  # (T, K/2)
     return angle.cos(), angle.sin()
 
 
@@ -503,10 +509,14 @@ class Model(nn.Module):
 
     def logits(self, tokens_BT: Tensor) -> Tensor:
         """(B, T) ids to (B, T, V)."""
-        return self.head(self.norm(self.trunk(tokens_BT)))
+        return self.unembed(self.trunk(tokens_BT))
+
+    def unembed(self, x_BTD: Tensor) -> Tensor:
+        """(B, T, D) to (B, T, V), for training, validation and samples alike."""
+        return self.head(self.norm(x_BTD))
 
     def loss(self, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(self.norm(x_BTD)).flatten(0, 1).float(), targets_BT.flatten())
+        return F.cross_entropy(self.unembed(x_BTD).flatten(0, 1).float(), targets_BT.flatten())
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
         """Mean cross-entropy in nats, a scalar."""
@@ -518,6 +528,8 @@ class Model(nn.Module):
             torch._inductor.config.cpp.vec_isa_ok = True  # else 10 s of compiling go into learning what /proc/cpuinfo says
         if not torch.compiler.config.cache_key_tag:  # torch's cache does not tell vector sets apart; code for another one gives NaN
             torch.compiler.config.cache_key_tag = torch.backends.cpu.get_cpu_capability()
+        limit = torch._dynamo.config.recompile_limit  # of graphs a function may have: an edited block may have one a layer and mode
+        torch._dynamo.config.recompile_limit = max(limit, 2 * len(self.blocks) + 8)
         torch._dynamo.config.optimize_ddp = False  # it would cut that graph at DDP's buckets; gradients leave block by block anyway
         for block in self.blocks:
             block.compile(dynamic=False)
@@ -537,7 +549,7 @@ def initialise(model: Model) -> None:
         if layer in ("norm1", "norm2", "norm"):
             nn.init.ones_(p)
         elif layer not in ("embed", "head", "attn.qkv", "attn.q", "attn.k", "attn.v", "attn.proj", "mlp.gate", "mlp.up", "mlp.down"):
-            raise RuntimeError(f"no initialisation for parameter {name}")
+            raise UserError(f"initialise() says nothing of the parameter {name}; add a line for it")
         elif init_truncated:
             nn.init.trunc_normal_(p, std=std, a=-2 * std, b=2 * std)
         else:
@@ -548,11 +560,13 @@ def initialise(model: Model) -> None:
 # optimizers
 # ----------------------------------------------------------------------------------------------------------------------
 def parameter_groups(model: nn.Module) -> dict[str, dict[str, Tensor]]:
-    """Which parameter gets what, by module: matrices inside blocks, the other matrices (embedding, head), vectors (gains)."""
+    """Which parameter gets what, by module: matrices inside blocks, the other matrices (embedding, head; kernels of convolutions),
+    vectors (gains)."""
     groups = {"matrices": {}, "embeddings": {}, "vectors": {}}
-    inside = {id(p) for p in model.blocks.parameters()}
-    for name, p in model.named_parameters():  # a tied parameter comes once
-        groups["vectors" if p.ndim < 2 else "matrices" if id(p) in inside else "embeddings"][name] = p
+    kernels = {p for module in model.modules() if isinstance(module, nn.modules.conv._ConvNd) for p in module.parameters()}
+    inside = set(model.blocks.parameters()) - kernels
+    for name, p in model.named_parameters():  # a tied parameter comes once; (n, 1) is a vector too
+        groups["vectors" if p.ndim < 2 or 1 in p.shape[-2:] else "matrices" if p in inside else "embeddings"][name] = p
     return groups
 
 
@@ -579,14 +593,14 @@ def build_optimizers(model: nn.Module, compiled: bool, ns_dtype: torch.dtype) ->
     return optimizers
 
 
-def parameter_table(model: nn.Module) -> str:
+def parameter_table(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> str:
     """Name, shape, count, optimizer, peak learning rate and weight decay of every parameter; equal layers share a line."""
-    rows = Counter()
-    for kind, group in parameter_groups(model).items():
-        how, lr = (optimizer, learning_rate) if kind == "matrices" else ("adamw", adam_lr)
-        decay = 0.0 if kind == "vectors" else weight_decay
-        for name, p in group.items():
-            rows[re.sub(r"\.\d+\.", ".*.", name), tuple(p.shape), how, lr, decay] += 1
+    rows, names = Counter(), {p: name for name, p in model.named_parameters()}
+    for opt in optimizers:
+        for group in opt.param_groups:
+            how = group.get("variant", type(opt).__name__.lower())
+            for p in group["params"]:
+                rows[re.sub(r"\.\d+\.", ".*.", names[p]), tuple(p.shape), how, group["initial_lr"], group["weight_decay"]] += 1
     return "\n".join(f"{name:28} {str(shape):>16} x{n:<3} {how:14} lr {lr:<8g} weight_decay {decay:g}"
                      for (name, shape, how, lr, decay), n in rows.items())
 
@@ -635,8 +649,8 @@ def evaluate(logits, shards: Shards, where: torch.device, autocast, rank: int, w
 def flops_per_token(model: nn.Module) -> float:
     """Of forward and backward, as in the PaLM paper's appendix B: 6 a matrix parameter, 12 L D T for attention."""
     matrices = sum(p.numel() for p in model.parameters() if p.ndim > 1)
-    lookup = 0 if model.head.weight is model.embed.weight else model.embed.weight.numel()
-    return 6 * (matrices - lookup) + 12 * n_layer * n_embd * block_size
+    tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)} - {model.head.weight}
+    return 6 * (matrices - sum(table.numel() for table in tables)) + 12 * n_layer * n_embd * block_size
 
 
 PEAK_FLOPS = {  # dense bf16, one device, from the makers' data sheets; the first that stands in the device's name counts
@@ -686,11 +700,12 @@ def memory_estimate(model: nn.Module, world: int, gpu: bool, bf16: bool) -> dict
         for p in group.values():
             state += sum(p.size(0) if name == "row_moment" else p.numel() for name in buffers)
     tokens, act = micro_batch_size * block_size, 2 if bf16 else 4
-    inner = [max(p.shape) for p in model.blocks[0].mlp.parameters()]
+    mlp, attn = (getattr(model.blocks[0], part, nn.Module()) for part in ("mlp", "attn"))  # an edited block may have other names
+    inner = [max(p.shape) for p in mlp.parameters() if p.ndim > 1] or [4 * n_embd]
     block = tokens * (n_embd * (7 * act + 4) + sum(inner) * act)  # both norms, q k v y, attention's output; the residual in fp32
     if block_size <= 512 and not gpu:
         block += tokens * n_head * block_size * act          # the attention weights, see attend
-    elif any(p.shape == (3 * n_embd, n_embd) for p in model.blocks[0].attn.parameters()):
+    elif any(p.shape == (3 * n_embd, n_embd) for p in attn.parameters()):
         block += tokens * n_embd * 2 * act                   # the fused kernel keeps v, a view, and so all of qkv
     if not compile and len(inner) == 3:  # the Llama: silu's result, autocast's copies for each product, what RMSNorm keeps on a CPU
         block += tokens * (inner[0] * act + n_embd * ((4 * act if bf16 else 0) + (0 if gpu else 8)))
@@ -1227,8 +1242,10 @@ def train() -> dict:
     torch.manual_seed(seed)
     raw = Model(vocab)
     initialise(raw)
-    raw.to(where, torch.bfloat16 if param_dtype == "bfloat16" else torch.float32)
-    raw.cos, raw.sin = rope_tables(block_size, n_embd // n_head, where)  # again in fp32, which .to() has rounded
+    raw.to(where)
+    if param_dtype == "bfloat16":
+        for p in raw.parameters():  # not buffers: angles stay in fp32
+            p.data = p.data.bfloat16()
     autocast = (lambda: torch.autocast(where.type, torch.bfloat16)) if uses_bf16(where) else contextlib.nullcontext
     ns_dtype = torch.bfloat16 if fast_bf16(where) else torch.float32
     optimizers = build_optimizers(raw, compile, ns_dtype)
@@ -1271,7 +1288,7 @@ def train() -> dict:
         epochs = max_iters * batch_size * block_size / train_shards.tokens
         print(f"{run}: {facts['params'] / 1e6:.2f} M parameters, {facts['device']}, {facts['dtype_used']}, {world} ranks x "
               f"{accumulate} micro-batches x {micro_batch_size} x {block_size} tokens an update; {epochs:.2f} epochs of {dataset}\n"
-              f"{parameter_table(raw)}", flush=True)
+              f"{parameter_table(raw, optimizers)}", flush=True)
         if resume == "auto" and not (saved or run_name) and (others := sorted(Path(checkpoint_dir).glob(f"{stem}-*/step_*.pt"))):
             name = others[-1].parent.name
             print(f"{run} begins: it has no checkpoint. If you meant {name}, give --run_name={name}", file=sys.stderr, flush=True)
@@ -1317,22 +1334,24 @@ def train() -> dict:
             total += loss.detach()
         return total
 
-    def optimize(factor: float) -> None:
+    def optimize(norm: Tensor, factor: float) -> None:
         for opt in optimizers:
             for group in opt.param_groups:
                 group["lr"] = group["initial_lr"] * factor
-            opt.step()
+            if isinstance(opt, (Muon, AdamW)) or norm.isfinite():  # ours leave weights alone where a gradient is not finite
+                opt.step()
             opt.zero_grad(set_to_none=world == 1 or accumulate == 1)  # else they stay views of DDP's buckets
 
     compiling(lambda: gradient(step, accumulate - 1))  # one micro-batch, before DDP, whose forward cannot be tried twice
     devices = [where.index] if where.type == "cuda" else None
     if world > 1:
+        if unused := [name for name, p in raw.named_parameters() if p.requires_grad and p.grad is None]:
+            raise UserError(f"the loss does not use {', '.join(unused)}, which DistributedDataParallel would wait for: remove them")
         parallel = DDP(raw, device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=False)
         for _ in range(2):  # DDP makes its buckets anew at the second forward pass: no gradient may hold the first ones any more
             raw.zero_grad()
             gradient(step, accumulate - 1)  # gradients are views of DDP's buckets
-    clip(parameters)
-    optimize(0.0)
+    optimize(clip(parameters), 0.0)
     optimizers = build_optimizers(raw, compile, ns_dtype)
     warnings.filterwarnings("ignore", "(Muon|AdamW): a gradient is not finite")  # the log counts them
     if saved:
@@ -1386,7 +1405,7 @@ def train() -> dict:
         stats = torch.stack([loss / world, norm.to(loss) / world, torch.full_like(loss, stop["signal"] is not None)])
         if world > 1:
             dist.all_reduce(stats)
-        optimize(lr_factor(step))  # leaves the weights alone where the gradient is not finite
+        optimize(norm, lr_factor(step))
         monitor.add(step, stats)
         step += 1
         if profiler:

@@ -85,7 +85,7 @@ def test_every_preset_with_every_optimizer_builds_and_reports_its_table(preset, 
     optimizers = t.build_optimizers(model, False, torch.bfloat16)
     placed = [id(p) for opt in optimizers for group in opt.param_groups for p in group["params"]]
     assert sorted(placed) == sorted(id(p) for p in model.parameters())
-    rows = t.parameter_table(model).splitlines()
+    rows = t.parameter_table(model, optimizers).splitlines()
     assert sum(int(re.search(r"x(\d+)", row)[1]) for row in rows) == len(placed)
     assert {row.split()[0] for row in rows if optimizer in row.split()} >= {"blocks.*.mlp.gate.weight", "blocks.*.attn.proj.weight"}
     assert all("adamw" in row.split() for row in rows if re.match(r"embed|head|.*norm\d?\.weight", row.split()[0]))

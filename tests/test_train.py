@@ -227,6 +227,9 @@ def work(jobs: list[dict]) -> None:
         module.peak_rss = lambda: int(rank) + 1 << 30
         if job.get("record"):
             kept["optimizers"], kept["batches"] = record(module, job)
+        if job.get("unused"):
+            make = module.Model.__init__
+            module.Model.__init__ = lambda self, vocab: make(self, vocab) or setattr(self, "spare_norm", torch.nn.LayerNorm(4, bias=False))
         if "slow" in job:
             write = module.write_whole
             module.write_whole = lambda path, *args: time.sleep(job["slow"] * (path.suffix == ".pt")) or write(path, *args)
@@ -285,6 +288,7 @@ def ranks(tmp_path_factory):
             dict(name="data", flags=dict(run_name="x"), rank1=dict(data_dir="other")),
             dict(name="lonely", flags=dict(run_name="gradient", resume="auto", max_iters=3, grad_clip=0),
                  rank1=dict(checkpoint_dir="other")),
+            dict(name="unused", unused=True, flags=dict(run_name="unused")),
             dict(name="slow", slow=9, flags=dict(run_name="slow", max_iters=1, timeout_minutes=0.1))]
     for optimizer, dtype in ON_RANKS:
         same = dict(optimizer=optimizer, dtype=dtype, max_iters=2 * HALF)
@@ -336,6 +340,10 @@ def test_gradients_that_accumulate_on_ranks_stay_in_the_buckets_of_ddp(ranks):
         assert part["warm"] == [[first]] and first == second == third and len(set(first)) < len(first)  # several share a bucket
         assert part["held"] and all(part["held"])
         assert [step for step, *_ in part["batches"]].count(0) == (1 + 2 + 2) * 2  # warm-up: one without DDP, two with it; 2 rows each
+
+
+def test_a_parameter_that_the_loss_does_not_use_is_named(ranks):
+    assert all("the loss does not use spare_norm.weight" in part["error"] for part in left(ranks, "unused"))
 
 
 def test_a_last_checkpoint_may_take_longer_than_the_timeout(ranks):
@@ -425,13 +433,115 @@ def test_every_parameter_is_in_one_group():
     muon, adam = module.build_optimizers(model, False, torch.float32)
     assert {id(p) for p in muon.param_groups[0]["params"]} == {id(p) for p in groups["matrices"].values()}
     assert [group["weight_decay"] for group in adam.param_groups] == [0.1, 0.0] and not muon.state
-    table = module.parameter_table(model)
+    table = module.parameter_table(model, [muon, adam])
     assert table.count("muon-vs") == 4 and table.count("adamw") == 5
     model.extra = torch.nn.Parameter(torch.zeros(2))  # a new one finds its group by its shape and place
     assert "extra" in module.parameter_groups(model)["vectors"]
     module.parameter_groups = lambda model: groups  # which do not know it
     with pytest.raises(RuntimeError, match="do not hold every parameter exactly once"):
         module.build_optimizers(model, False, torch.float32)
+
+
+# ---------------------------------------------------------------------------------------------------------------------- edited scripts
+def test_new_parameters_find_their_optimizer_and_the_table_tells_what_is_built():
+    module = configured()
+    model = module.Model(64)
+    block = model.blocks[0]
+    block.scale, block.experts = torch.nn.Parameter(torch.ones(4, 1)), torch.nn.Parameter(torch.ones(3, 8, 8))
+    block.conv, block.deep = torch.nn.Conv1d(8, 8, 3, bias=False), torch.nn.Conv1d(8, 8, 3, groups=8, bias=False)
+    groups = module.parameter_groups(model)
+    assert "blocks.0.experts" in groups["matrices"] and "blocks.0.conv.weight" in groups["embeddings"]
+    assert {"blocks.0.scale", "blocks.0.deep.weight"} <= set(groups["vectors"])
+    muon, adam = module.build_optimizers(model, False, torch.float32)
+    embed = torch.optim.RMSprop([dict(params=[model.embed.weight], lr=0.5, initial_lr=0.5, weight_decay=0.25)])
+    adam.param_groups[0].update(params=[model.head.weight, block.conv.weight], initial_lr=0.125)
+    table = module.parameter_table(model, [muon, adam, embed]).splitlines()
+    assert [row.split()[-5:] for row in table if row.startswith("embed")] == [["rmsprop", "lr", "0.5", "weight_decay", "0.25"]]
+    assert [row.split()[-5:] for row in table if row.startswith("head")] == [["adamw", "lr", "0.125", "weight_decay", "0.1"]]
+
+
+def test_tables_that_are_looked_up_cost_no_products():
+    module = configured()
+    model = module.Model(64)
+    before = module.flops_per_token(model)
+    model.value_embeds = torch.nn.ModuleList(torch.nn.Embedding(64, 32) for _ in range(2))
+    assert module.flops_per_token(model) == before
+
+
+def test_a_capped_head_is_capped_in_training_and_validation():
+    module = configured()
+    model = module.Model(64)
+    model.unembed = lambda x: torch.zeros(*x.shape[:2], 64)
+    x = torch.zeros(1, 16, dtype=torch.long)
+    assert model(x, x).item() == pytest.approx(math.log(64)) and not model.logits(x).any()
+
+
+def test_the_memory_of_a_block_of_other_names_is_estimated():
+    module = configured()
+    model = module.Model(64)
+    module.micro_batch_size = 2
+    expected = module.memory_estimate(model, world=1, gpu=True, bf16=True)
+    for block in model.blocks:
+        block.ffn, block.attention = block._modules.pop("mlp"), block._modules.pop("attn")
+    assert set(module.memory_estimate(model, world=1, gpu=True, bf16=True)) == set(expected)
+
+
+def test_a_new_parameter_without_initialisation_is_named():
+    module = configured()
+    model = module.Model(64)
+    model.blocks[0].scale = torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(module.UserError, match="initialise.. says nothing of the parameter blocks.0.scale"):
+        module.initialise(model)
+
+
+def test_a_new_buffer_and_a_parameter_in_bf16_keep_their_precision():
+    module, seen = fresh(), {}
+    build = module.build_optimizers
+
+    def building(model, *rest):
+        seen.update(cos=model.cos.dtype, head=model.head.weight.dtype, embed=model.embed.weight.dtype)
+        return build(model, *rest)
+    module.build_optimizers = building
+    module.main(flags(max_iters=0, param_dtype="bfloat16", run_name="bf16"))
+    assert seen == dict(cos=torch.float32, head=torch.bfloat16, embed=torch.bfloat16)
+    make = module.Model.__init__
+    module.Model.__init__ = lambda self, vocab: make(self, vocab) or setattr(self, "embed", self.embed.bfloat16())
+    module.main(flags(max_iters=1, param_dtype="float32", dtype="bfloat16", run_name="embed"))
+    assert seen == dict(cos=torch.float32, head=torch.float32, embed=torch.bfloat16)
+
+
+def test_an_optimizer_of_torch_is_spared_a_gradient_that_is_not_finite():
+    module = fresh()
+    build = module.build_optimizers
+
+    def building(model, *rest):
+        muon, adam = build(model, *rest)
+        theirs = torch.optim.AdamW([dict(params=group["params"], lr=group["lr"], initial_lr=group["lr"]) for group in adam.param_groups])
+        return [muon, theirs]
+    module.build_optimizers = building
+    broken = break_backward(module, {1 + 4 * 2 + 1})  # update 2
+    result = module.main(flags(max_iters=5, run_name="theirs"))
+    assert broken and math.isfinite(result["val_loss"]) and re.search(r"^step:5/5 .* skipped:1 ", Path("logs/theirs.txt").read_text(), re.M)
+
+
+def test_blocks_that_differ_may_each_have_a_graph():
+    module, limit = configured(n_layer=12), torch._dynamo.config.recompile_limit
+    model = module.Model(64)
+    try:
+        model.compile_parts()
+        assert torch._dynamo.config.recompile_limit >= 24
+    finally:
+        torch._dynamo.config.recompile_limit = limit
+
+
+@pytest.mark.parametrize("presets, message", [
+    ({"mine": {}, "mine/moun-vs": {}}, "PRESETS has 'mine/moun-vs', which is never applied"),
+    ({"mien/muon-vs": {}}, "PRESETS has 'mien/muon-vs', which is never applied")])
+def test_a_preset_that_would_never_be_applied_is_named(presets, message):
+    module = fresh()
+    module.PRESETS |= presets
+    with pytest.raises(module.UserError, match=message):
+        module.configure([])
 
 
 # ---------------------------------------------------------------------------------------------------------------------- data
@@ -494,6 +604,15 @@ def test_shards_of_llm_c_are_read_and_files_without_header_are_not():
     assert inputs[0, 0] == text(500)[0] + 50_000 and torch.equal(inputs[:, 1:], targets[:, :-1])  # above 32767: no sign
     text(500).astype(np.uint16).tofile("data/theirs/theirs_train_000001.bin")
     with pytest.raises(module.UserError, match="not a token shard.*prepare.py import"):
+        module.Shards("theirs", "train")
+
+
+def test_shards_of_another_tokenizer_without_our_header_have_the_vocabulary_of_the_model():
+    write_shard("data/theirs/theirs_train_000001.bin", text(500) % 60, ours=False)
+    module = configured(dataset="theirs", vocab_size=64)
+    assert module.Shards("theirs", "train").vocab == 64
+    write_shard("data/theirs/theirs_train_000001.bin", text(500) + 50_000, ours=False)
+    with pytest.raises(module.UserError, match="has token id 5.*expected ids below 64"):
         module.Shards("theirs", "train")
 
 
