@@ -13,6 +13,7 @@ Shapes: W, G, M, Γ are (..., m, n), m the output and n the input dimension. Sym
 λ weight decay, γ the coefficient of Muon-NSR, ε the gates' stabiliser, hat bias-corrected, tilde with Nesterov's lookahead.
 """
 import contextlib
+import copy
 import itertools
 import math
 import types
@@ -313,10 +314,11 @@ class _Sharded(torch.optim.Optimizer):
     the same bits. `state[p]` holds this rank's range; state_dict() holds everything. Who owns what never depends on gradients.
     """
 
-    _buckets = _ranks = None  # pickle and deepcopy leave all behind
+    _buckets, _ranges, _ranks, _seen = None, {}, None, None  # pickle and deepcopy leave all behind
     skipped = 0      # updates of this rank left out so far because a gradient was not finite; a tensor after a step
 
     def add_param_group(self, param_group: dict):
+        self._check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
         try:
             for i, p in enumerate(self.param_groups[-1]["params"]):
@@ -331,11 +333,13 @@ class _Sharded(torch.optim.Optimizer):
 
     def _layout(self) -> list[tuple[dict, list[Tensor]]]:
         """[(group, its parameters of one shape, dtype and device)]; sets _ranges: parameter -> (first, last + 1) unit of each rank."""
-        if self.state and self._ranks not in (None, _world()):
+        if any(self.state.values()) and self._ranks not in (None, _world()):
             raise RuntimeError(f"{type(self).__name__} has split its state over {self._ranks} ranks, now there are {_world()}: call "
                                "init_process_group before the first step, and destroy_process_group after the last state_dict")
-        if self._buckets is None or self._ranks != _world():
-            self._buckets, self._ranges, self._ranks, load = [], {}, _world(), [0] * _world()
+        seen = [(id(group), *map(id, group["params"])) for group in self.param_groups]  # _buckets keeps them alive
+        if self._buckets is None or self._ranks != _world() or self._seen != seen:
+            old = self._ranges if self._ranks == _world() else {}
+            self._buckets, self._ranges, self._ranks, self._seen, load = [], {}, _world(), seen, [0] * _world()
             for group in self.param_groups:  # in this order, so that a group that is added later moves nothing
                 alike: dict = {}
                 for p in group["params"]:
@@ -343,6 +347,10 @@ class _Sharded(torch.optim.Optimizer):
                 for bucket in sorted(alike.values(), key=lambda bucket: -self._cost(bucket[0])):
                     self._assign(bucket, load)
                     self._buckets.append((group, bucket))
+            if _world() > 1 and any(self._ranges.get(p, ranges) != ranges for p, ranges in old.items()):
+                self._buckets, self._ranges = None, old
+                raise RuntimeError("param_groups were changed so that state would have to move between ranks: build a new optimizer, or "
+                                   "add groups only")
         return self._buckets
 
     def _own(self, p: Tensor, t: Tensor) -> Tensor:
@@ -365,11 +373,13 @@ class _Sharded(torch.optim.Optimizer):
                 loss = closure()
         if any(p.grad is not None and p.grad.is_sparse for group in self.param_groups for p in group["params"]):
             raise RuntimeError(f"{type(self).__name__} takes dense gradients, found a sparse one: build nn.Embedding with sparse=False")
+        for i, p in enumerate(p for group in self.param_groups for p in group["params"]):
+            self._check(i, p)  # again: a .to(memory_format=...) since then would make its units a copy
         finite, exchanges = [], []
         for group, bucket in self._layout():
             mine = [p for p in bucket if p.grad is not None and len(self._own(p, p))]
             for p in mine:
-                if p not in self.state:
+                if not self.state.get(p):  # or a reader of state[p] has made an empty one
                     self.state[p] = self._new_state(group, p)
                 self.state[p]["step"] += 1
             if mine:
@@ -413,10 +423,14 @@ class _Sharded(torch.optim.Optimizer):
     def state_dict(self) -> dict:
         """The whole state in torch's format, every buffer in its parameter's shape: the buffers themselves, as torch gives them,
         but with several ranks gathered copies; all ranks must call it then."""
-        packed = super().state_dict()
+        hooks, self._optimizer_state_dict_post_hooks = self._optimizer_state_dict_post_hooks, {}  # they are to see the whole state
+        try:
+            packed = super().state_dict()
+        finally:
+            self._optimizer_state_dict_post_hooks = hooks
         packed["state"], params = {}, [p for group in self.param_groups for p in group["params"]]
         layout = self._layout()
-        steps = [self.state[p]["step"] if p in self.state else 0 for p in params]
+        steps = [self.state[p]["step"] if self.state.get(p) else 0 for p in params]
         if _world() > 1:  # a parameter's owner knows
             everyone = [None] * _world()
             dist.all_gather_object(everyone, steps)
@@ -427,6 +441,9 @@ class _Sharded(torch.optim.Optimizer):
                 continue
             own = self.state.get(p) or self._new_state(group_of[p], p)
             packed["state"][i] = {name: step if name == "step" else self._gathered(p, mine) for name, mine in own.items()}
+        for hook in hooks.values():
+            if (changed := hook(self, packed)) is not None:
+                packed = changed
         return packed
 
     def _gathered(self, p: Tensor, mine: Tensor) -> Tensor:
@@ -446,13 +463,19 @@ class _Sharded(torch.optim.Optimizer):
 
         Raises ValueError where groups, parameters, shapes or buffers are not this optimizer's; nothing is changed then.
         """
+        state_dict = dict(state_dict)
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            if (changed := hook(self, state_dict)) is not None:
+                state_dict = changed
         params = [p for group in self.param_groups for p in group["params"]]
         found, expected = ([len(g["params"]) for g in groups] for groups in (state_dict["param_groups"], self.param_groups))
         if found != expected:
             raise ValueError(f"the state is of parameter groups of {found} tensors, this optimizer has {expected}: "
                              "build it with the same parameters in the same order")
-        hyper = [{k: v for k, v in saved.items() if k not in ("params", "compile")} for saved in state_dict["param_groups"]]
+        hyper = [{k: copy.deepcopy(v) for k, v in saved.items() if k not in ("params", "compile")} for saved in state_dict["param_groups"]]
         group_of = {p: {**group, **saved} for group, saved in zip(self.param_groups, hyper) for p in group["params"]}
+        for group, saved in zip(self.param_groups, hyper):
+            self._check_options({**group, **saved})
         self._layout()
         state, of_id = {}, {}  # ids are numbers, as text where a state went through JSON, or names
         for i, p in zip((i for saved in state_dict["param_groups"] for i in saved["params"]), params):
@@ -480,6 +503,8 @@ class _Sharded(torch.optim.Optimizer):
             group.update(saved)
         self.state.clear()
         self.state.update(state)
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
 
 
 def _in_range(high: float, **values: float) -> None:
@@ -522,16 +547,14 @@ class Muon(_Sharded):
             nesterov=nesterov, ns_steps=ns_steps, ns_eps=ns_eps, ns_dtype=ns_dtype, adjust_lr_fn=adjust_lr_fn,
             state_dtype=state_dtype, stochastic_rounding=stochastic_rounding, compile=compile))
 
-    def add_param_group(self, param_group: dict):
-        group = {**self.defaults, **param_group}
+    def _check_options(self, group):
         for name, choices in (("variant", tuple(VARIANTS)), ("adjust_lr_fn", ("original", "match_rms_adamw", "frobenius"))):
             if group[name] not in choices:
                 raise ValueError(f"{name} is {group[name]!r}, expected one of {', '.join(choices)}")
         _in_range(1, momentum=group["momentum"], beta2=group["beta2"])
-        _in_range(math.inf, **{name: group[name] for name in ("lr", "weight_decay", "gamma", "eps", "ns_steps")})
+        _in_range(math.inf, **{name: group[name] for name in ("lr", "weight_decay", "gamma", "eps", "ns_eps", "ns_steps")})
         if group["ns_steps"] != int(group["ns_steps"]):
             raise ValueError(f"ns_steps is {group['ns_steps']}, expected a whole number")
-        super().add_param_group(param_group)
 
     def _check(self, i, p):
         if p.ndim < 2 or not p.numel() or not p.is_floating_point():
@@ -643,11 +666,9 @@ class AdamW(_Sharded):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, state_dtype=state_dtype,
                                       stochastic_rounding=stochastic_rounding, compile=compile))
 
-    def add_param_group(self, param_group: dict):
-        group = {**self.defaults, **param_group}
+    def _check_options(self, group):
         _in_range(1, beta1=group["betas"][0], beta2=group["betas"][1])
         _in_range(math.inf, lr=group["lr"], eps=group["eps"], weight_decay=group["weight_decay"])
-        super().add_param_group(param_group)
 
     def _check(self, i, p):
         if not p.is_floating_point() or not p.is_contiguous() or not p.numel():

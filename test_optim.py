@@ -6,6 +6,7 @@ what torch optimizers are expected to do, one rank against several, and compilat
 """
 import copy
 import hashlib
+import inspect
 import io
 import math
 import os
@@ -897,6 +898,223 @@ def test_adamw_state_dict_round_trip():
     assert all(torch.equal(mine, other) for mine, other in zip(run(second, params, 10, start=10), expected))
 
 
+def test_defaults_are_the_documented_ones():
+    defaults = lambda f: {name: parameter.default for name, parameter in inspect.signature(f).parameters.items()}
+    assert defaults(Muon).items() >= dict(
+        variant="muon-vs", momentum=0.95, weight_decay=0.1, gamma=10.0, beta2=0.95, eps=1e-8, nesterov=True, ns_steps=5, ns_eps=1e-7,
+        ns_dtype=torch.bfloat16, adjust_lr_fn="original", state_dtype=None, stochastic_rounding=False).items()
+    theirs = defaults(torch.optim.AdamW)
+    assert all(defaults(AdamW)[name] == theirs[name] for name in ("lr", "betas", "eps", "weight_decay"))
+
+
+@pytest.mark.parametrize("name, value", [
+    ("weight_decay", -0.1), ("gamma", -1.0), ("eps", -1e-8), ("beta2", 1.0), ("beta2", -0.1), ("ns_eps", -1e-7), ("ns_eps", math.nan)])
+def test_options_out_of_range_are_named(name, value):
+    with pytest.raises(ValueError, match=f"{name} is"):
+        Muon(parameters((8, 4)), **{name: value})
+
+
+@pytest.mark.parametrize("bad", [
+    torch.zeros(0, 4), torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.complex64), torch.zeros(4, 3).T])
+def test_adamw_refuses_what_it_cannot_train(bad):
+    with pytest.raises(ValueError, match="AdamW takes contiguous"):
+        AdamW([torch.nn.Parameter(bad, requires_grad=False)])
+
+
+@pytest.mark.parametrize("make", [Muon, AdamW])
+def test_param_groups_may_be_changed_between_steps(make):
+    """As with torch.optim.AdamW: what is removed stands still, what is put in is trained, a group's new dict holds."""
+    removed, kept, new = parameters((8, 4), (8, 4), (8, 4))
+    opt = make([dict(params=[kept]), dict(params=[removed])], lr=0.1, compile=False)
+
+    def moved():
+        before = [p.detach().clone() for p in (removed, kept, new)]
+        run(opt, [removed, kept, new], 1)
+        return [not torch.equal(p, q) for p, q in zip((removed, kept, new), before)]
+    assert moved() == [True, True, False]
+    del opt.param_groups[1]
+    assert moved() == [False, True, False]
+    opt.param_groups[0] = {**opt.param_groups[0], "lr": 0.0}
+    assert moved() == [False, False, False]
+    opt.param_groups[0] = {**opt.param_groups[0], "lr": 0.1}
+    opt.param_groups[0]["params"][0] = new
+    assert moved() == [False, False, True]
+
+
+@pytest.mark.parametrize("make", [Muon, AdamW])
+def test_a_memory_format_that_changes_after_construction_is_refused(make):
+    conv = torch.nn.Conv2d(3, 4, 3, bias=False)
+    opt = make(conv.parameters(), lr=0.1, compile=False)
+    conv.to(memory_format=torch.channels_last)
+    set_gradients([conv.weight], 0)
+    with pytest.raises(ValueError, match="contiguous"):
+        opt.step()
+
+
+def test_state_may_be_read_before_the_first_step():
+    params = parameters((8, 4))
+    for opt in (Muon(params, compile=False), AdamW(params, compile=False)):
+        assert opt.state[params[0]] == {} and opt.state_dict()["state"] == {}
+        run(opt, params, 1)
+        assert opt.state_dict()["state"][0]["step"] == 1
+
+
+def test_hooks_of_state_dict_and_load_state_dict():
+    params, seen = parameters((8, 4)), []
+    opt = Muon(params, compile=False)
+    run(opt, params, 1)
+    opt.register_state_dict_post_hook(lambda _, packed: seen.append(packed["state"][0]["momentum"].shape) or {**packed, "mine": 1})
+    opt.register_load_state_dict_pre_hook(lambda _, packed: seen.append(packed["mine"]))
+    opt.register_load_state_dict_post_hook(lambda mine: seen.append(mine is opt))
+    opt.load_state_dict(opt.state_dict())
+    assert seen == [(8, 4), 1, True]
+
+
+def test_a_loaded_learning_rate_that_is_a_tensor_is_a_copy():
+    a, b = (AdamW(parameters((8, 4)), lr=torch.tensor(0.1), compile=False) for _ in range(2))
+    b.load_state_dict(a.state_dict())
+    a.param_groups[0]["lr"].fill_(9.0)
+    assert b.param_groups[0]["lr"] == torch.tensor(0.1)
+
+
+@pytest.mark.parametrize("options, message", [(dict(variant="mine"), "variant is 'mine'"), (dict(momentum=5.0), "momentum is 5")])
+def test_options_are_checked_where_a_state_is_loaded(options, message):
+    saved, opt = Muon(parameters((8, 4))).state_dict(), Muon(parameters((8, 4)))
+    saved["param_groups"][0].update(options)
+    with pytest.raises(ValueError, match=message):
+        opt.load_state_dict(saved)
+
+
+def test_a_loaded_state_is_a_copy_and_the_whole_of_it():
+    a, b = parameters((24, 16)), parameters((24, 16))
+    one, two = Muon(a, compile=False), Muon(b, compile=False)
+    nothing = copy.deepcopy(two.state_dict())
+    run(one, a, 1)
+    two.load_state_dict(one.state_dict())
+    before = one.state[a[0]]["momentum"].clone()
+    run(two, b, 1, start=1)
+    assert torch.equal(one.state[a[0]]["momentum"], before)
+    two.load_state_dict(nothing)
+    assert not two.state
+
+
+def test_a_state_of_other_shapes_or_of_another_variant_is_refused():
+    params = parameters((24, 16))
+    opt = Muon(params, variant="muon", compile=False)
+    run(opt, params, 1)
+    with pytest.raises(ValueError, match="shape"):
+        Muon(parameters((16, 24)), variant="muon").load_state_dict(opt.state_dict())
+    for one, other in (("muon", "muon-nsr"), ("muon-nsr", "muon")):
+        opt = Muon(params, variant=one, compile=False)
+        run(opt, params, 1)
+        saved = opt.state_dict()
+        saved["param_groups"][0]["variant"] = other
+        with pytest.raises(ValueError, match="another optimizer or variant"):
+            Muon(parameters((24, 16)), variant=other).load_state_dict(saved)
+
+
+def test_a_state_in_another_memory_order_is_loaded():
+    a, b = parameters((24, 16)), parameters((24, 16))
+    one, two = AdamW(a, compile=False), AdamW(b, compile=False)
+    run(one, a, 2)
+    saved = copy.deepcopy(one.state_dict())
+    saved["state"][0] = {name: value if name == "step" else value.T.contiguous().T for name, value in saved["state"][0].items()}
+    two.load_state_dict(saved)
+    with torch.no_grad():
+        b[0].copy_(a[0])
+    assert torch.equal(*run(one, a, 1, start=2), *run(two, b, 1, start=2))
+
+
+def test_a_state_of_torchs_adamw_is_continued():
+    theirs, ours = parameters((8, 4)), parameters((8, 4))
+    a, b = torch.optim.AdamW(theirs), AdamW(ours, compile=False)
+    run(a, theirs, 3)
+    b.load_state_dict(a.state_dict())
+    assert type(b.state[ours[0]]["step"]) is int  # theirs is a tensor that counts in place
+    with torch.no_grad():
+        ours[0].copy_(theirs[0])
+    torch.testing.assert_close(run(a, theirs, 3, start=3), run(b, ours, 3, start=3), rtol=1e-5, atol=1e-7)  # sums in another order
+
+
+def test_compile_does_not_come_with_a_state():
+    opt = Muon(parameters((8, 4)), compile=False)
+    opt.load_state_dict(Muon(parameters((8, 4))).state_dict())
+    assert opt.param_groups[0]["compile"] is False
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_ns_steps_reach_newton_schulz(steps):
+    (p,) = parameters((24, 64), dtype=torch.float64)
+    before = p.detach().clone()
+    set_gradients([p], 0)
+    Muon([p], lr=1.0, variant="muon", weight_decay=0.0, ns_steps=steps, ns_dtype=torch.float64, compile=False).step()
+    expected = newton_schulz(p.grad, steps, dtype=torch.float64)  # of the first momentum, which the gradient's norm divides out, but for ε
+    torch.testing.assert_close(before - p.detach(), expected, rtol=1e-3, atol=1e-5)
+
+
+def test_every_gradient_that_is_not_finite_is_counted():
+    params = parameters((8, 4), (8, 4), (8, 4))
+    opt = Muon(params, compile=False)
+    set_gradients(params, 0)
+    params[1].grad[0, 0] = params[2].grad[0, 0] = math.nan
+    with pytest.warns(UserWarning, match="2 of the updates"):
+        opt.step()
+
+
+def test_a_large_finite_gradient_is_not_left_out():
+    params = parameters((8, 4))
+    opt = Muon(params, compile=False)
+    params[0].grad = torch.full((8, 4), 3e38)  # whose sum is not finite
+    before = params[0].detach().clone()
+    opt.step()
+    assert opt.skipped == 0 and not torch.equal(params[0], before)
+
+
+def test_buffers_in_bf16_are_updated_in_fp32():
+    (p,) = parameters((8, 4))
+    opt, M = Muon([p], variant="muon", state_dtype=torch.bfloat16, compile=False), torch.zeros(8, 4)
+    for step in range(4):
+        set_gradients([p], step)
+        opt.step()
+        M = (0.95 * M + p.grad).bfloat16().float()
+    assert torch.equal(opt.state[p]["momentum"][0].float(), M)
+
+
+def test_stochastic_rounding_leaves_fp32_alone():
+    for make in (Muon, lambda params, **rest: AdamW(params, state_dtype=torch.float64, **rest)):
+        a, b = parameters((8, 4)), parameters((8, 4))
+        assert torch.equal(*run(make(a, stochastic_rounding=True, compile=False), a, 2), *run(make(b, compile=False), b, 2))
+
+
+def test_batched_matrices_of_unlike_age_keep_their_bias_correction(monkeypatch):
+    """Portions as on a GPU, where several parameters share a batch: the same as one by one."""
+    def train():
+        params = parameters((2, 24, 64), (2, 24, 64))
+        opt = Muon(params, ns_dtype=torch.float64, compile=False)
+        for step in range(3):
+            set_gradients(params, step)
+            if step == 0:
+                params[1].grad = None
+            opt.step()
+        return params
+    alone = train()
+    monkeypatch.setattr(Muon, "_portions", staticmethod(lambda params: [[params]]))
+    torch.testing.assert_close(alone, train(), rtol=1e-6, atol=1e-6)
+
+
+def test_a_step_records_no_graph():
+    (p,) = parameters((8, 4))
+    opt = Muon([p], compile=False)
+    (p.grad,) = torch.autograd.grad((p**3).sum(), p, create_graph=True)
+    opt.step()
+    assert not any(t.requires_grad for t in opt.state[p].values() if isinstance(t, torch.Tensor))
+
+
+def test_newton_schulz_of_bf16_is_normalised_as_exactly_as_of_fp32():
+    G = spectrum("gaussian", 24, 64).bfloat16()
+    torch.testing.assert_close(newton_schulz(G, dtype=torch.float64), newton_schulz(G.float(), dtype=torch.float64), rtol=0, atol=0)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Ranks
 
@@ -971,6 +1189,7 @@ def ranks_worker(rank, folder):
                     torch.save((half, saved), f"{folder}/saved-{rank}")
                     missing_gradient(rank)
                     stochastic_rounding(rank)
+                    changed_groups()
                 dist.destroy_process_group()
     wait_for = Path(folder, "saved-0"), Path(folder, "saved-1")
     (half, saved), (_, of_rank_1) = (torch.load(path) for path in wait_for)
@@ -1012,6 +1231,21 @@ def missing_gradient(rank):
             opt.step()
             opt.state_dict()
     train(params, optimizers, 1, start=2)
+
+
+def changed_groups():
+    """A group that is removed from the end is gone; one whose absence would move the others' state is refused on every rank."""
+    params = parameters((8, 4), (16, 8), (8, 6), seed=3)
+    opt = Muon([dict(params=[p]) for p in params], compile=False)
+    run(opt, params, 1)
+    last = params[2].detach().clone()
+    del opt.param_groups[2]
+    run(opt, params, 1)
+    assert torch.equal(params[2], last)
+    del opt.param_groups[0]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="state would have to move between ranks"):
+            run(opt, params, 1)
 
 
 def stochastic_rounding(rank):
@@ -1128,3 +1362,14 @@ def test_without_a_compiler_it_runs_eagerly_after_one_warning(tmp_path):
     done = subprocess.run([sys.executable, "-c", script], env=env, cwd=Path(optim.__file__).parent, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout == "finite: True 2\n", done.stderr
     assert done.stderr.count("UserWarning: the optimizer runs uncompiled") == 1 and "install a C++ compiler" in done.stderr
+
+
+def test_a_device_without_memory_is_not_tried_again(monkeypatch):
+    def full(*args):
+        raise torch.OutOfMemoryError("full")
+    monkeypatch.setattr(optim, "_compiled", {})
+    monkeypatch.setattr(torch, "compile", lambda *args, **options: full)
+    params = parameters((8, 4))
+    with pytest.raises(torch.OutOfMemoryError):
+        run(Muon(params), params, 1)
+    assert None not in optim._compiled
