@@ -168,6 +168,32 @@ def test_a_model_that_was_changed_is_not_passed_off_as_the_stock_one(run, monkey
     monkeypatch.setattr(module, "rotate", lambda x, cos, sin: x)
     with pytest.raises(export_hf.UserError, match="computes another function; was the model changed"):
         export_hf.convert(saved, module)
+    monkeypatch.undo()
+    make = module.Model
+    for change in (lambda model: delattr(model.blocks[0], "mlp"),
+                   lambda model: setattr(model.blocks[0].mlp, "down", torch.nn.Linear(3, 5, bias=False))):
+        def altered(vocab, change=change):
+            model = make(vocab)
+            change(model)
+            model.load_state_dict = lambda state: None  # as if the checkpoint were of such a model
+            return model
+        monkeypatch.setattr(module, "Model", altered)
+        with pytest.raises(export_hf.UserError, match="other parts than an export knows.*was it changed"):
+            export_hf.convert(saved, module)
+
+
+def test_a_script_that_was_edited_since_is_told(run, monkeypatch, capsys):
+    folder, load = run("gpt"), export_hf.load_script
+    export_hf.load_checkpoint(folder)
+    assert capsys.readouterr().err == ""
+
+    def edited(*args):
+        script = load(*args)
+        script.source_hash = lambda: "of another version"
+        return script
+    monkeypatch.setattr(export_hf, "load_script", edited)
+    export_hf.load_checkpoint(folder)
+    assert "was made by another version of train_gpt.py or optim.py" in capsys.readouterr().err
 
 
 def test_bf16_parameters_stay_bf16(run):

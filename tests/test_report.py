@@ -101,6 +101,19 @@ def test_reads_a_log(tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_edited_scripts_are_rows_of_their_own_if_asked_for(tmp_path, capsys):
+    for seed in (1, 2):
+        write(tmp_path / "logs", f"a-{seed}.txt", log_text("muon", seed))
+        edited = log_text("muon", seed, started="2025-01-02T00:00:00").replace(SOURCE, SOURCE + "# relu²\n", 1)
+        write(tmp_path / "logs", f"b-{seed}.txt", edited)
+    runs = report.read_logs([tmp_path / "logs"])
+    rows = report.build_experiments(runs, "muon", by_source=True)[0].rows
+    assert [len(row.runs) for row in rows] == [2, 2] and len({row.label for row in rows}) == 2
+    assert "; --by_source" not in capsys.readouterr().err
+    assert [len(row.runs) for row in report.build_experiments(runs, "muon")[0].rows] == [2]
+    assert "2 different sources; --by_source makes a row of each" in capsys.readouterr().err
+
+
 def test_reads_modded_nanogpt(tmp_path):
     env = "Running Python 3.12\nRunning PyTorch 2.7\n| N/A   38C |\n"
     lines = ["step:0/250 val_loss:10.8258 train_time:0ms step_avg:nanms",

@@ -861,8 +861,9 @@ def test_a_gpu_without_memory_gets_one_line(capsys, monkeypatch):
     monkeypatch.setattr(module, "main", lambda argv: (_ for _ in ()).throw(error))
     monkeypatch.setattr(sys, "argv", ["train_gpt.py"])
     assert module.cli() == 1
-    assert capsys.readouterr().err == ("train_gpt.py: error: rank 0: CUDA out of memory. Tried to allocate 20.00 GiB; lower --micro_batch_size "
-                                       "or set --activation_checkpointing=true; the last checkpoint is intact\n")
+    assert capsys.readouterr().err == (
+        "train_gpt.py: error: rank 0: CUDA out of memory. Tried to allocate 20.00 GiB; lower --micro_batch_size or set "
+        "--activation_checkpointing=true; the last checkpoint is intact\n")
 
 
 def test_restarts_without_resume_are_refused(capsys, monkeypatch):

@@ -94,7 +94,11 @@ def load_checkpoint(path, best=False):
     if tokenizer not in VOCABULARY:
         raise UserError(f"{file} has a vocabulary of {rows} rows of an unknown tokenizer; expected one of {', '.join(VOCABULARY)}: "
                         "prepare the data with one of these")
-    return file, saved, load_script(name, settings)
+    script = load_script(name, settings)
+    if saved.get("source") != script.source_hash():
+        print(f"note: {file} was made by another version of {name} or optim.py; if its model was another one, this is not what was "
+              "trained: then use the scripts that the run's log begins with", file=sys.stderr)
+    return file, saved, script
 
 
 # -----------------------------------------------------------------------------
@@ -143,15 +147,19 @@ def convert(saved, script):
         raise UserError(f"the checkpoint is of another model than this {saved['script']} has ({' '.join(str(e).split())[:200]}); "
                         "use the script that its log begins with") from None
     shared = dict(vocab_size=rows, hidden_size=script.n_embd, num_hidden_layers=script.n_layer, num_attention_heads=script.n_head,
-                  max_position_embeddings=script.block_size, tie_word_embeddings=getattr(script, "tied", False),
+                  max_position_embeddings=script.block_size, tie_word_embeddings=ours.head.weight is ours.embed.weight,
                   bos_token_id=saved["eot"], eos_token_id=saved["eot"], pad_token_id=saved["eot"])
-    theirs, weights = (llama if saved["script"] == "train_llama.py" else gpt_neox)(script, ours, shared)
-    state = {name: torch.zeros_like(bias) for name, bias in theirs.state_dict().items() if name.endswith(".bias")}
-    state |= {f"{name}.weight": getattr(module, "weight", module) for name, module in weights.items()}
-    names = {module: name for name, module in theirs.named_modules()}      # of embedding and head they differ by version
-    state |= {f"{names[theirs.get_input_embeddings()]}.weight": ours.embed.weight[:rows],
-              f"{names[theirs.get_output_embeddings()]}.weight": ours.head.weight[:rows]}
-    theirs.load_state_dict(state)
+    try:
+        theirs, weights = (llama if saved["script"] == "train_llama.py" else gpt_neox)(script, ours, shared)
+        state = {name: torch.zeros_like(bias) for name, bias in theirs.state_dict().items() if name.endswith(".bias")}
+        state |= {f"{name}.weight": getattr(module, "weight", module) for name, module in weights.items()}
+        names = {module: name for name, module in theirs.named_modules()}  # of embedding and head they differ by version
+        state |= {f"{names[theirs.get_input_embeddings()]}.weight": ours.embed.weight[:rows],
+                  f"{names[theirs.get_output_embeddings()]}.weight": ours.head.weight[:rows]}
+        theirs.load_state_dict(state)
+    except (AttributeError, RuntimeError) as e:
+        raise UserError(f"the model of {saved['script']} has other parts than an export knows ({' '.join(str(e).split())[:200]}); was it "
+                        "changed? then change gpt_neox() or llama() in tools/export_hf.py too") from None
     ids = torch.arange(min(64, script.block_size))[None] * 7 % rows
     worst = (ours.logits(ids)[..., :rows] - theirs.eval()(ids).logits).abs().max().item()
     if not worst <= 10 * TOLERANCE:                 # of any text; export() looks closer

@@ -262,13 +262,16 @@ def main_row(rows):
     return max(rows, key=lambda r: (math.isfinite(r.final.mean()), len(r.runs), -r.final.mean()), default=None)
 
 
-def build_rows(runs):
-    """Runs of one experiment -> rows: optimizers in the paper's order, then configurations."""
+def build_rows(runs, by_source=False):
+    """Runs of one experiment -> rows: optimizers in the paper's order, then configurations; by_source: a row for each source."""
     groups = defaultdict(list)
     for run in runs:
         config = {k: v for k, v in run.settings.items() if k in optimizer_globals(run.source) - {"optimizer"}}
+        source = {"source": hashlib.sha256(run.source.encode()).hexdigest()[:7]}
         if not run.settings:
-            config = {"source": hashlib.sha256(run.source.encode()).hexdigest()[:7], "steps": str(run.budget)}
+            config = source | {"steps": str(run.budget)}
+        elif by_source:
+            config |= source
         optimizer = run.settings.get("optimizer", run.path.resolve().parent.name)
         groups[optimizer, tuple(sorted(config.items()))].append(run)
     rows = []
@@ -288,7 +291,7 @@ def build_rows(runs):
     return rows
 
 
-def build_experiments(runs, baseline):
+def build_experiments(runs, baseline, by_source=False):
     groups, experiments, names = defaultdict(list), [], Counter()
     for run in runs:
         shared = {k: v for k, v in run.settings.items() if k not in RUN | optimizer_globals(run.source)}
@@ -304,7 +307,7 @@ def build_experiments(runs, baseline):
             note(f"{name}: {len(group)} logs without settings (modded-nanogpt's format), grouped by folder, source and "
                  "steps; whether their data and models agree is for you to know")
         elif len(sources := {run.source for run in group}) > 1:
-            note(f"{name}: its logs begin with {len(sources)} different sources")
+            note(f"{name}: its logs begin with {len(sources)} different sources" + "; --by_source makes a row of each" * (not by_source))
         devices = {f"{run.env.get('device')} × {run.env.get('world_size')}" for run in group}
         unlike = [k for k in sorted(SPEED) if len({run.settings.get(k) for run in group}) > 1]
         if len(devices) > 1 or unlike:
@@ -317,7 +320,7 @@ def build_experiments(runs, baseline):
         if len(intervals := {run.settings.get("log_interval") for run in group if run.train}) > 1:
             note(f"{name}: log_interval is {' and '.join(sorted(map(str, intervals)))}; training losses smoothed over unlike lines do not "
                  "compare")
-        e = Experiment(name, settings, build_rows(group))
+        e = Experiment(name, settings, build_rows(group, by_source))
         candidates = [r for r in e.rows if baseline in (r.label, r.optimizer)]
         e.baseline = main_row(candidates)
         if not candidates:
@@ -665,6 +668,7 @@ def main(argv=None):
     parser.add_argument("--baseline", default="muon", help="optimizer, or the label of one of its rows (default: muon)")
     parser.add_argument("--out", default="report", help="folder for tables and figures (default: report)")
     parser.add_argument("--seeds", default="", help="only runs with these seeds, such as 1..8 or 1,2,5")
+    parser.add_argument("--by_source", action="store_true", help="a row for each version of the script, where you edited it")
     parser.add_argument("--check-record", action="store_true", help="check LOGS against the rules of a record")
     parser.add_argument("--zeroshot", nargs="+", default=[], metavar="[NAME=]JSON", help="results of lm-eval-harness")
     args = parser.parse_intermixed_args(argv)
@@ -674,13 +678,13 @@ def main(argv=None):
     ranges = [part.split("..") for part in args.seeds.split(",") if part]
     if not re.fullmatch(r"(\d+(\.\.\d+)?(,(?=\d)|$))*", args.seeds) or any(int(r[0]) > int(r[-1]) for r in ranges):
         raise UserError(f"found --seeds={args.seeds}; expected numbers and ranges, such as --seeds=1..8 or --seeds=1,2")
-    if args.check_record and (args.seeds or args.zeroshot):
-        raise UserError("--check-record checks all of LOGS and makes no table; leave --seeds and --zeroshot out")
+    if args.check_record and (args.seeds or args.zeroshot or args.by_source):
+        raise UserError("--check-record checks all of LOGS and makes no table; leave --seeds, --by_source and --zeroshot out")
     if args.check_record:
         return 0 if check_record(args.logs) else 1
     seeds = {str(seed) for ends in ranges for seed in range(int(ends[0]), int(ends[-1]) + 1)}
     report = Report(args.out)
-    for e in build_experiments(read_logs(args.logs, seeds), args.baseline) if args.logs else []:
+    for e in build_experiments(read_logs(args.logs, seeds), args.baseline, args.by_source) if args.logs else []:
         report.text += [f"## {e.name}", "", *([e.differs, ""] if e.differs else [])]
         tables(report, e)
         figures(report, e)
