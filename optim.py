@@ -195,8 +195,8 @@ class Variant(NamedTuple):
 
 
 # To add a variant, write a function above and a line here: both train scripts then take it as --optimizer, it is sharded, saved, compiled,
-# and trained by the tests; test_optim.py needs its float64 form in Reference and its name in test_interface. A new hyperparameter is a field of Hyper, an argument of Muon that
-# _hyper fills in, and a global of the scripts that build_optimizers passes on.
+# and trained by the tests; test_optim.py needs its float64 form in Reference and its name in test_interface. A new hyperparameter is a
+# last field of Hyper with a default, an argument of Muon that _hyper fills in, and a global of the scripts that build_optimizers passes on.
 VARIANTS = {
     "muon": Variant(muon, ("momentum",)),
     "muon-nsr": Variant(muon_nsr, ("momentum", "variance")),
