@@ -339,7 +339,7 @@ class _Sharded(torch.optim.Optimizer):
         seen = [(id(group), *map(id, group["params"])) for group in self.param_groups]  # _buckets keeps them alive
         if self._buckets is None or self._ranks != _world() or self._seen != seen:
             old = self._ranges if self._ranks == _world() else {}
-            self._buckets, self._ranges, self._ranks, self._seen, load = [], {}, _world(), seen, [0] * _world()
+            self._buckets, self._ranges, self._ranks, self._seen, load = [], dict(old), _world(), seen, [0] * _world()
             for group in self.param_groups:  # in this order, so that a group that is added later moves nothing
                 alike: dict = {}
                 for p in group["params"]:
@@ -347,7 +347,7 @@ class _Sharded(torch.optim.Optimizer):
                 for bucket in sorted(alike.values(), key=lambda bucket: -self._cost(bucket[0])):
                     self._assign(bucket, load)
                     self._buckets.append((group, bucket))
-            if _world() > 1 and any(self._ranges.get(p, ranges) != ranges for p, ranges in old.items()):
+            if _world() > 1 and any(self._ranges[p] != ranges for p, ranges in old.items()):
                 self._buckets, self._ranges = None, old
                 raise RuntimeError("param_groups were changed so that state would have to move between ranks: build a new optimizer, or "
                                    "add groups only")
@@ -629,8 +629,9 @@ class Muon(_Sharded):
     def _joined_state(self, params, name):
         """This buffer of all `params` as one tensor, of which each state[p][name] is a view from the first step on."""
         parts = [self.state[p][name] for p in params]
-        whole = parts[0]._base
-        if whole is None or len(whole) != sum(map(len, parts)) or any(part._base is not whole for part in parts):
+        whole, places = parts[0]._base, [part.storage_offset() for part in parts]
+        alone = whole is None or len(whole) != sum(map(len, parts)) or any(part._base is not whole for part in parts)
+        if alone or places != sorted(places):  # who changes param_groups may change the order
             whole = _joined(parts)
             for p, part in zip(params, whole.split([len(part) for part in parts])):
                 self.state[p][name] = part

@@ -941,6 +941,21 @@ def test_param_groups_may_be_changed_between_steps(make):
     assert moved() == [False, False, True]
 
 
+def test_parameters_that_change_places_keep_their_state(monkeypatch):
+    """In portions as on a GPU, where several parameters share a buffer: the same as one by one."""
+    def train():
+        params = parameters((24, 64), (24, 64))
+        opt = Muon(params, lr=0.1, ns_dtype=torch.float64, compile=False)
+        for step in range(3):
+            if step == 1:
+                opt.param_groups[0]["params"].reverse()
+            run(opt, params, 1, start=step)
+        return params
+    alone = train()
+    monkeypatch.setattr(Muon, "_portions", staticmethod(lambda params: [[params]]))
+    torch.testing.assert_close(alone, train(), rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("make", [Muon, AdamW])
 def test_a_memory_format_that_changes_after_construction_is_refused(make):
     conv = torch.nn.Conv2d(3, 4, 3, bias=False)
@@ -1242,6 +1257,13 @@ def changed_groups():
     del opt.param_groups[2]
     run(opt, params, 1)
     assert torch.equal(params[2], last)
+    opt.add_param_group(dict(params=parameters((32, 32), seed=4)))
+    run(opt, params + opt.param_groups[-1]["params"], 1)
+    opt.param_groups.append({**opt.param_groups[0], "params": [params[2]]})  # put back where another rank's turn is
+    with pytest.raises(RuntimeError, match="state would have to move between ranks"):
+        run(opt, params, 1)
+    del opt.param_groups[2:]
+    run(opt, params, 1)
     del opt.param_groups[0]
     for _ in range(2):
         with pytest.raises(RuntimeError, match="state would have to move between ranks"):

@@ -180,7 +180,8 @@ def configure(argv: list[str]) -> None:
     for key in PRESETS:
         base, slash, kind = key.partition("/")
         if slash and not (base in names and kind in known):
-            raise UserError(f"PRESETS has {key!r}, which is never applied; expected PRESET/OPTIMIZER with an optimizer of {', '.join(known)}")
+            raise UserError(f"PRESETS has {key!r}, which is never applied; expected PRESET/OPTIMIZER, an optimizer being one of "
+                            f"{', '.join(known)}")
     check_choice("preset", chosen, names)
     overrides = dict(PRESETS[chosen])
     wanted = flags.get("optimizer", overrides.get("optimizer", optimizer))
@@ -306,7 +307,7 @@ class Shards:
                                 f"header; delete it and run `{mend}` again")
             if not ours:  # words that others leave 0; their shards are GPT-2's
                 vocab, eot, checksum = 50257, 50256, None
-                if 0 < vocab_size < vocab:  # then another tokenizer's, whose end of text is not known
+                if check_shards and 0 < vocab_size < vocab:  # then another tokenizer's, whose end of text is not known
                     vocab, eot = vocab_size, 0
             if self.vocab not in (0, vocab):
                 raise UserError(f"{path} is of a vocabulary of {vocab} ids, the shards before it of {self.vocab}: "
@@ -560,13 +561,13 @@ def initialise(model: Model) -> None:
 # optimizers
 # ----------------------------------------------------------------------------------------------------------------------
 def parameter_groups(model: nn.Module) -> dict[str, dict[str, Tensor]]:
-    """Which parameter gets what, by module: matrices inside blocks, the other matrices (embedding, head; kernels of convolutions),
-    vectors (gains)."""
+    """Which parameter gets what, by module: matrices inside blocks, what else has two dimensions (embeddings, head, kernels of
+    convolutions), vectors (gains)."""
     groups = {"matrices": {}, "embeddings": {}, "vectors": {}}
-    kernels = {p for module in model.modules() if isinstance(module, nn.modules.conv._ConvNd) for p in module.parameters()}
-    inside = set(model.blocks.parameters()) - kernels
+    others = [module for module in model.blocks.modules() if isinstance(module, (nn.Embedding, nn.modules.conv._ConvNd))]
+    matrices = set(model.blocks.parameters()) - {p for module in others for p in module.parameters()}
     for name, p in model.named_parameters():  # a tied parameter comes once; (n, 1) is a vector too
-        groups["vectors" if p.ndim < 2 or 1 in p.shape[-2:] else "matrices" if p in inside else "embeddings"][name] = p
+        groups["vectors" if p.ndim < 2 or 1 in p.shape[-2:] else "matrices" if p in matrices else "embeddings"][name] = p
     return groups
 
 
@@ -600,7 +601,8 @@ def parameter_table(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -
         for group in opt.param_groups:
             how = group.get("variant", type(opt).__name__.lower())
             for p in group["params"]:
-                rows[re.sub(r"\.\d+\.", ".*.", names[p]), tuple(p.shape), how, group["initial_lr"], group["weight_decay"]] += 1
+                layers = re.sub(r"\.\d+\.", ".*.", names[p])
+                rows[layers, tuple(p.shape), how, group["initial_lr"], group.get("weight_decay", 0.0)] += 1
     return "\n".join(f"{name:28} {str(shape):>16} x{n:<3} {how:14} lr {lr:<8g} weight_decay {decay:g}"
                      for (name, shape, how, lr, decay), n in rows.items())
 
@@ -1227,7 +1229,7 @@ def train() -> dict:
         raise UserError(f"--val_dataset={val_dataset} has a vocabulary of {val_shards.vocab} ids, {dataset} one of "
                         f"{train_shards.vocab}: prepare both with the same tokenizer")
     vocab = vocab_size or padded(train_shards.vocab)
-    tokenizer = {257: "bytes", 50257: "gpt2", 32000: "llama2"}.get(train_shards.vocab, "")
+    tokenizer = {(257, 256): "bytes", (50257, 50256): "gpt2", (32000, 2): "llama2"}.get((train_shards.vocab, train_shards.eot), "")
     with torch.device("meta"):
         check_memory(Model(vocab), where, world, local_world)
     if world > 1:
