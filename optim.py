@@ -373,8 +373,9 @@ class _Sharded(torch.optim.Optimizer):
                 loss = closure()
         if any(p.grad is not None and p.grad.is_sparse for group in self.param_groups for p in group["params"]):
             raise RuntimeError(f"{type(self).__name__} takes dense gradients, found a sparse one: build nn.Embedding with sparse=False")
-        for i, p in enumerate(p for group in self.param_groups for p in group["params"]):
-            self._check(i, p)  # again: a .to(memory_format=...) since then would make its units a copy
+        for group in self.param_groups:
+            for i, p in enumerate(group["params"]):
+                self._check(i, p)  # again: a .to(memory_format=...) since then would make its units a copy
         finite, exchanges = [], []
         for group, bucket in self._layout():
             mine = [p for p in bucket if p.grad is not None and len(self._own(p, p))]
