@@ -329,7 +329,6 @@ class _Sharded(torch.optim.Optimizer):
         except ValueError:
             self.param_groups.pop()
             raise
-        self._buckets = None
 
     def _layout(self) -> list[tuple[dict, list[Tensor]]]:
         """[(group, its parameters of one shape, dtype and device)]; sets _ranges: parameter -> (first, last + 1) unit of each rank."""
@@ -337,7 +336,7 @@ class _Sharded(torch.optim.Optimizer):
             raise RuntimeError(f"{type(self).__name__} has split its state over {self._ranks} ranks, now there are {_world()}: call "
                                "init_process_group before the first step, and destroy_process_group after the last state_dict")
         seen = [(id(group), *map(id, group["params"])) for group in self.param_groups]  # _buckets keeps them alive
-        if self._buckets is None or self._ranks != _world() or self._seen != seen:
+        if self._ranks != _world() or self._seen != seen:
             old = self._ranges if self._ranks == _world() else {}
             self._buckets, self._ranges, self._ranks, self._seen, load = [], dict(old), _world(), seen, [0] * _world()
             for group in self.param_groups:  # in this order, so that a group that is added later moves nothing
@@ -348,7 +347,7 @@ class _Sharded(torch.optim.Optimizer):
                     self._assign(bucket, load)
                     self._buckets.append((group, bucket))
             if _world() > 1 and any(self._ranges[p] != ranges for p, ranges in old.items()):
-                self._buckets, self._ranges = None, old
+                self._seen, self._ranges = None, old  # the next call finds the change again
                 raise RuntimeError("param_groups were changed so that state would have to move between ranks: build a new optimizer, or "
                                    "add groups only")
         return self._buckets
