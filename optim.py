@@ -428,19 +428,17 @@ class _Sharded(torch.optim.Optimizer):
             packed = super().state_dict()
         finally:
             self._optimizer_state_dict_post_hooks = hooks
-        packed["state"], params = {}, [p for group in self.param_groups for p in group["params"]]
-        layout = self._layout()
-        steps = [self.state[p]["step"] if self.state.get(p) else 0 for p in params]
+        packed["state"], members = {}, [(group, p) for group in self.param_groups for p in group["params"]]
+        self._layout()
+        steps = [self.state[p]["step"] if self.state.get(p) else 0 for _, p in members]
         if _world() > 1:  # a parameter's owner knows
             everyone = [None] * _world()
             dist.all_gather_object(everyone, steps)
             steps = [max(of_p) for of_p in zip(*everyone)]
-        group_of = {p: group for group, bucket in layout for p in bucket}
-        for i, (p, step) in enumerate(zip(params, steps)):
-            if step == 0:
-                continue
-            own = self.state.get(p) or self._new_state(group_of[p], p)
-            packed["state"][i] = {name: step if name == "step" else self._gathered(p, mine) for name, mine in own.items()}
+        for i, ((group, p), step) in enumerate(zip(members, steps)):
+            if step:
+                own = self.state.get(p) or self._new_state(group, p)
+                packed["state"][i] = {name: step if name == "step" else self._gathered(p, mine) for name, mine in own.items()}
         for hook in hooks.values():
             if (changed := hook(self, packed)) is not None:
                 packed = changed
