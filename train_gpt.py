@@ -150,16 +150,17 @@ def configure(argv: list[str]) -> None:
             near = difflib.get_close_matches(name, GLOBALS, 1, 0.4)
             raise UserError(f"there is no --{name}; " + (f"did you mean --{near[0]}={text}?" if near else "--help lists the names"))
         flags[name] = parse(name, text, type(globals()[name]))
-    chosen, names, known = flags.get("preset", preset), [key for key in PRESETS if "/" not in key], ["adamw", *VARIANTS]
+    presets, optimizers = [key for key in PRESETS if "/" not in key], ["adamw", *VARIANTS]
     for key in PRESETS:
         base, slash, kind = key.partition("/")
-        if slash and not (base in names and kind in known):
+        if slash and not (base in presets and kind in optimizers):
             raise UserError(f"PRESETS has {key!r}, which is never applied; expected PRESET/OPTIMIZER, an optimizer being one of "
-                            f"{', '.join(known)}")
-    check_choice("preset", chosen, names)
+                            f"{', '.join(optimizers)}")
+    chosen = flags.get("preset", preset)
+    check_choice("preset", chosen, presets)
     overrides = dict(PRESETS[chosen])
     wanted = flags.get("optimizer", overrides.get("optimizer", optimizer))
-    check_choice("optimizer", wanted, known)
+    check_choice("optimizer", wanted, optimizers)
     overrides.update(PRESETS.get(f"{chosen}/{wanted}", {}))
     if "dataset" in flags:
         overrides["val_dataset"] = ""  # a preset's validation data go with its training data
