@@ -281,12 +281,12 @@ class Shards:
     def __init__(self, name: str, split: str, rank: int = 0, world: int = 1):
         folder = Path(data_dir) / name
         self.files = shard_files(folder, split)
-        place = data_flag()
-        mend = "python prepare.py" + {"pysrc": ""}.get(name, f" {name}" if name in SOURCES else f" text --input PATH --name {name}") + place
+        source = "" if name == "pysrc" else f" {name}" if name in SOURCES else f" text --input PATH --name {name}"
+        mend = f"python prepare.py{source}{data_flag()}"
         if not self.files:
             if any(folder.glob("*.bin")) and not (folder / "manifest.json").exists():  # another project's files
                 flag = "--val_dataset" if split == "val" else "--dataset"
-                mend = f"python prepare.py import {folder} --name {name}-shards{place}` and give `{flag}={name}-shards"
+                mend = f"python prepare.py import {folder} --name {name}-shards{data_flag()}` and give `{flag}={name}-shards"
             raise UserError(f"no {split} shards in {folder} (*_{split}_NUMBER.bin): dataset {name!r} is not prepared; run `{mend}`")
         if missing := manifest_shards(folder, split) - {path.name for path in self.files}:
             raise UserError(f"{folder} lacks {', '.join(sorted(missing))}, which its manifest.json lists; run `{mend}` again")
@@ -297,11 +297,11 @@ class Shards:
                 header = np.frombuffer(os.pread(fd, HEADER * 4, 0).ljust(HEADER * 4, b"\0"), np.uint32)
                 length = os.fstat(fd).st_size
             except OSError as error:
-                raise UserError(f"cannot read {path}: {error.strerror}; run `python prepare.py verify {name}{place}`") from None
+                raise UserError(f"cannot read {path}: {error.strerror}; run `python prepare.py verify {name}{data_flag()}`") from None
             if header[0] != MAGIC or header[1] != VERSION:
                 raise UserError(f"{path} is not a token shard: its first words are {header[:2].tolist()}, expected "
                                 f"[{MAGIC}, {VERSION}]; for a nanoGPT .bin run `python prepare.py import {path} --name {name}-shards"
-                                f"{place}` and give `--dataset={name}-shards`")
+                                f"{data_flag()}` and give `--dataset={name}-shards`")
             size, vocab, eot, checksum, ours = map(int, header[2:7])
             if length != (expected := HEADER * 4 + 2 * size):
                 raise UserError(f"{path} is truncated or damaged: {length} bytes, expected {expected} for the {size} tokens of its "
