@@ -413,7 +413,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     parts = []
     for i in range(0, T, 128):
         j = min(i + 128, T)
-        scores_BHQT = q[:, :, i:j] * q.size(3) ** -0.5 @ k[:, :, :j].mT + FUTURE_TT[i:j, :j].to(q.dtype)
+        scores_BHQT = (q[:, :, i:j] * q.size(3) ** -0.5) @ k[:, :, :j].mT + FUTURE_TT[i:j, :j].to(q.dtype)
         weights_BHQT = torch.exp(scores_BHQT - scores_BHQT.amax(-1, keepdim=True).detach())
         sums_BHQ1 = weights_BHQT.sum(-1, keepdim=True, dtype=torch.promote_types(q.dtype, torch.float32))
         parts.append((weights_BHQT @ v[:, :, :j] / sums_BHQ1).type_as(v))
@@ -603,7 +603,7 @@ def evaluate(logits, shards: Shards, where: torch.device, autocast, rank: int, w
     """Mean cross-entropy (nats a token) and next-token accuracy on the first val_tokens tokens, all of them and always the same
     ones, whatever the batch and the world size: each rank takes a part. logits: (B, T) ids to (B, T, V)."""
     total = min(val_tokens // block_size, len(shards))
-    windows = np.arange(total)[rank::world]
+    windows = np.arange(rank, total, world)
     sums = torch.zeros(2, dtype=torch.float64, device="cpu" if where.type == "mps" else where)  # loss, hits
     for i in range(0, len(windows), micro_batch_size):
         tokens = shards.read(windows[i:i + micro_batch_size])
@@ -1042,7 +1042,7 @@ class Watch(threading.Thread):
                     self.end("rank 0, which holds the store, is gone")
                 return
             now = time.monotonic()
-            heard.update({key: now for key in present if new[key] != posts.get(key)})
+            heard.update({key: now for key in new if new[key] != posts.get(key)})
             posts = new
             if at != Watch.at:
                 at, since = Watch.at, now
@@ -1318,9 +1318,9 @@ def train() -> dict:
         if unused := [name for name, p in raw.named_parameters() if p.requires_grad and p.grad is None]:
             raise UserError(f"the loss does not use {', '.join(unused)}, which DistributedDataParallel would wait for: remove them")
         parallel = DDP(raw, device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=False)
-        for _ in range(2):  # DDP makes its buckets anew at the second forward pass: no gradient may hold the first ones any more
-            raw.zero_grad()
-            gradient(step, accumulate - 1)  # gradients are views of DDP's buckets
+        for _ in range(2):  # DDP makes its buckets anew at the second forward pass
+            raw.zero_grad()  # gradients are views of buckets: none may hold the old ones
+            gradient(step, accumulate - 1)
     optimize(clip(parameters), 0.0)
     optimizers = build_optimizers(raw, compile, ns_dtype)
     warnings.filterwarnings("ignore", "(Muon|AdamW): a gradient is not finite")  # the log counts them
