@@ -643,7 +643,7 @@ def evaluate(logits, shards: Shards, where: torch.device, autocast, rank: int, w
             loss = F.cross_entropy(part.float(), y, reduction="sum")
             sums += torch.stack([loss, (part.argmax(-1) == y).sum().to(loss)]).to(sums.device).double()
     if world > 1:
-        Watch.at += 1
+        Watch.waits += 1
         dist.all_reduce(sums)
     loss, hits = (sums / (total * block_size)).tolist()
     return loss, hits
@@ -1045,9 +1045,9 @@ def rendezvous(rank: int) -> dist.TCPStore:
 
 class Watch(threading.Thread):
     """Ends this process, naming the rank, when one is dead or keeps the others waiting for longer than timeout_minutes: a backend's
-    own timeout does not tell whom it waited for. Every rank counts in Watch.at how often it was about to wait for all others;
+    own timeout does not tell whom it waited for. Every rank counts in Watch.waits how often it was about to wait for all others;
     a thread posts that with a heartbeat to the rendezvous store, and reads what the others post."""
-    at, done = 0, threading.Event()
+    waits, done = 0, threading.Event()
 
     def __init__(self, rank: int, world: int, store: dist.TCPStore):
         super().__init__(daemon=True)
@@ -1056,13 +1056,13 @@ class Watch(threading.Thread):
         self.start()
 
     def run(self):
-        limit, beat, posts, at = 60 * timeout_minutes, 0, {}, 0
+        limit, beat, posts, waits = 60 * timeout_minutes, 0, {}, 0
         since = time.monotonic()                     # when this rank was last seen to go on
         heard = dict.fromkeys(self.keys, since)      # when a rank last posted something new
         while not self.done.wait(min(5, limit / 10)):
             beat += 1
             try:
-                self.store.set(str(self.rank), f"{Watch.at} {beat} {platform.node()}")
+                self.store.set(str(self.rank), f"{Watch.waits} {beat} {platform.node()}")
                 present = [key for key in self.keys if self.store.check([key])]
                 new = dict(zip(present, self.store.multi_get(present)))
             except RuntimeError:
@@ -1072,12 +1072,12 @@ class Watch(threading.Thread):
             now = time.monotonic()
             heard.update({key: now for key in new if new[key] != posts.get(key)})
             posts = new
-            if at != Watch.at:
-                at, since = Watch.at, now
+            if waits != Watch.waits:
+                waits, since = Watch.waits, now
             where = {key: f"rank {key}" + (f" on {posts[key].split()[2].decode()}" if key in posts else "") for key in self.keys}
             if silent := [where[key] for key in self.keys if now - heard[key] > limit]:
                 return self.end(f"{', '.join(silent)} gave no sign of life for {timeout_minutes:g} minutes")
-            if now - since > limit and (late := [where[key] for key in posts if int(posts[key].split()[0]) < at]):
+            if now - since > limit and (late := [where[key] for key in posts if int(posts[key].split()[0]) < waits]):
                 return self.end(f"{', '.join(late)} kept the others waiting for {timeout_minutes:g} minutes (--timeout_minutes)")
 
     def end(self, what: str):
@@ -1230,7 +1230,7 @@ def train() -> dict:
         check_memory(Model(vocab), where, world, local_world)
     if world > 1:
         warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renamed what 2.9 has under these names only
-        Watch.at += 1
+        Watch.waits += 1
         dist.init_process_group("nccl" if where.type == "cuda" else "gloo", store=store, rank=rank, world_size=world,
                                 timeout=timedelta(minutes=2 * timeout_minutes))
         local = {"resume", "run_name", "device", "threads", "data_dir", "log_dir", "checkpoint_dir"}
@@ -1327,7 +1327,7 @@ def train() -> dict:
             with contextlib.nullcontext() if last or world == 1 else parallel.no_sync():  # forward included
                 with autocast():
                     loss = parallel(x_BT, y_BT) / accumulate
-                Watch.at += last
+                Watch.waits += last
                 loss.backward()
             total += loss.detach()
         return total
@@ -1435,7 +1435,7 @@ def train() -> dict:
         state = sum(t.nbytes for opt in optimizers for entry in opt.state.values() for t in entry.values() if isinstance(t, Tensor))
         if world > 1:  # of the rank that has most
             most = torch.tensor([memory, state], dtype=torch.float64, device=where)
-            Watch.at += 1
+            Watch.waits += 1
             dist.all_reduce(most, dist.ReduceOp.MAX)
             memory, state = most.tolist()
         log(f"final val_loss:{val_loss:.5f} val_ppl:{math.exp(min(val_loss, 700)):.4f} val_acc:{val_acc:.4f} {times()} "

@@ -1249,7 +1249,7 @@ def test_the_watch_names_the_rank_that_is_dead_or_slow(what, monkeypatch):
     monkeypatch.setattr(module.Watch, "end", lambda self, message: ended.append(message))
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     watch = module.Watch(0, 3, store)
-    module.Watch.at = 5
+    module.Watch.waits = 5
     theirs = dist.PrefixStore("watch", dist.TCPStore("127.0.0.1", store.port))
     for beat in range(60):
         theirs.set("1", f"5 {beat} node1")
