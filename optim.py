@@ -11,6 +11,7 @@ comes out. Everything element-wise is one compiled function before Newton-Schulz
 
 Shapes: W, G, M, Γ are (..., m, n), m the output and n the input dimension. Symbols are the paper's: β momentum, η lr,
 λ weight decay, γ the coefficient of Muon-NSR, ε the gates' stabiliser, hat bias-corrected, tilde with Nesterov's lookahead.
+In rules S is the state, buffers by name; h the hyperparameters; X goes into Newton-Schulz, O comes out; ok: which G are finite.
 """
 import contextlib
 import copy
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-# MKL 2024.2 may be imprecise where a function's first call takes several threads (pytorch issue 188792): these calls take one
+# MKL 2024.2 may stay imprecise if a function's first call uses several threads (pytorch issue 188792); on one number it uses one
 for precision in (torch.float32, torch.float64):
     torch.ones(1, dtype=precision, device="cpu").sqrt()
 
@@ -69,7 +70,7 @@ def _iterate(X: Tensor, steps: int) -> Tensor:
     An iteration is X <- ZX with Z = aI + bR + cR² and R = XXᵀ. Two of them need one R only: the second's is ZRZ, and products
     of m x m matrices are cheaper than those with X where n is large. All are polynomials in R, so they commute and are
     symmetric. Every other R serves one iteration only, or rounding would build up: five are made as 2 + 1 + 2. Each m x m matrix
-    is held as a multiple of I and a rest, R = μI + E, since bf16 keeps a small rest more exactly than the whole; any μ is right.
+    is held as a multiple of I and a rest, R = μI + E, since bf16 keeps a small rest more exactly than the whole; μ affects rounding only.
     E is smallest at tr(R)/m, which is 1/m at first and later anything from 0.01 to 1.2, of which 0.2 stands for all.
     """
     m, n = X.shape[-2:]
@@ -119,7 +120,7 @@ class Hyper(NamedTuple):
 
 
 def muon(G, S, h):
-    """Muon (Jordan et al., 2024), the paper's eq. muon_direction_revised."""
+    """Muon (Jordan et al., 2024), as in the paper's "Muon's Spectral Sign Update"."""
     M = h.beta * S["momentum"] + G                                            # M_t = β M_{t-1} + G_t
     M_tilde = G + h.beta * M if h.nesterov else M
     return M_tilde, {"momentum": M}
@@ -136,7 +137,7 @@ def mean_and_variance(G, S, h):
 
 
 def muon_nsr(G, S, h):
-    """Muon-NSR: Algorithm 1 with τ = NSR, eq. method_nsr."""
+    """Muon-NSR: Algorithm 1 with τ = NSR."""
     M_tilde, var_hat, S = mean_and_variance(G, S, h)
     return M_tilde / ((M_tilde**2 + h.gamma * var_hat).sqrt() + h.eps), S     # line 9
 
@@ -154,8 +155,8 @@ def muon_nsr_post(G, S, h):
 
 
 def muon_nsr_post_after(O, G, S, h):
-    M_hat, var_hat = S["momentum"] / h.bias, S["variance"] / h.bias           # of this step, as above
-    M_tilde = G + h.beta / (1 - h.beta) * M_hat if h.nesterov else M_hat
+    M_hat, var_hat = S["momentum"] / h.bias, S["variance"] / h.bias           # line 6, of the state that the proxy left
+    M_tilde = G + h.beta / (1 - h.beta) * M_hat if h.nesterov else M_hat      # line 7
     return O / (1 + h.gamma * var_hat / (M_tilde**2 + h.eps)).sqrt(), {}      # lines 9 and 10
 
 
@@ -215,7 +216,7 @@ LARGEST = 1e15  # gradients are clamped here, so that the squares and sums that 
 
 
 def _before(proxy, G, S, h, X):
-    """Gradient and state to the normalised proxy X, lying if it is tall, in Newton-Schulz's dtype. Returns which G are finite."""
+    """Updates S and writes the normalised proxy to X, transposed if it is tall. Returns which G are finite, (k, 1, 1)."""
     ok = torch.isfinite(G.abs().amax((-2, -1), keepdim=True))
     proxied, new = proxy(_clean(G, ok), _upcast(S), h)
     if proxied.shape != G.shape:
@@ -227,7 +228,7 @@ def _before(proxy, G, S, h, X):
 
 
 def _after(after, W, O, G, S, h, noise, ok):
-    """Line 14: W <- W (1 - ηλ) - η s O."""
+    """Algorithm 1, line 14: W <- W (1 - ηλ) - η s O."""
     O = (O.mT if W.size(-2) > W.size(-1) else O).to(_compute_dtype(W))
     if after is not None:
         O, new = after(O, _clean(G, ok), _upcast(S), h)
@@ -237,7 +238,7 @@ def _after(after, W, O, G, S, h, noise, ok):
 
 
 def _adamw(W, G, S, lr, weight_decay, beta1, beta2, bias1, bias2, eps, noise, largest):
-    """AdamW (Loshchilov & Hutter, 2019) for one tensor of any shape; `largest` in absolute value is the gradient's, of all ranks."""
+    """AdamW (Loshchilov & Hutter, 2019) for one tensor of any shape; largest: max |gradient| of the whole, which all ranks know."""
     ok = largest.isfinite()
     G, old = _clean(G, ok), _upcast(S)
     M = beta1 * old["exp_avg"] + (1 - beta1) * G
@@ -260,7 +261,7 @@ def _store(S, new, ok):
 
 
 def _write(W, new, noise, ok):
-    """new to W, with noise (int32 in [0, 65536), W's shape) rounded stochastically to bf16: add to the fp32 bits, then cut."""
+    """W <- new. noise (int32 in [0, 65536), W's shape) rounds it stochastically to bf16: added to the fp32 bits, the low 16 then cut."""
     if noise is not None:
         new = ((new.float().view(torch.int32) + noise) & -65536).view(torch.float32)
     W.copy_(torch.where(ok, new.to(W.dtype), W))
@@ -276,7 +277,8 @@ def _run(group: dict, function: Callable, *args):
     works eagerly, after one warning."""
     if not group["compile"] or None in _compiled:
         return function(*args)
-    key = (function, *(group.get(option) for option in CONSTANT), *(a.dtype for a in args[:2] if isinstance(a, Tensor)))
+    dtypes = (a.dtype for a in args[:2] if isinstance(a, Tensor))  # of G, W or both
+    key = (function, *(group.get(option) for option in CONSTANT), *dtypes)
     try:
         if key not in _compiled:  # a code object each, because Dynamo limits the graphs of one
             own_code = types.FunctionType(function.__code__.replace(), function.__globals__)
@@ -312,10 +314,13 @@ class _Sharded(torch.optim.Optimizer):
     A parameter is seen as units along a leading dimension (`_units`): matrices for Muon, rows for AdamW. Each rank owns a range
     of every parameter's units, updates it, and gets the others by an all-gather before step() returns, so all ranks end with
     the same bits. `state[p]` holds this rank's range; state_dict() holds everything. Who owns what never depends on gradients.
+
+    A subclass says what it takes (_check_options, _check), what a unit is (_units, and _whole_shape back), what it costs (_cost),
+    who gets it (_assign), and how this rank's begin and change (_new_state, _update).
     """
 
-    _buckets, _ranges, _ranks, _seen = None, {}, None, None  # pickle and deepcopy leave all behind
-    skipped = 0      # updates of this rank left out so far because a gradient was not finite; a tensor after a step
+    _buckets, _ranges, _ranks, _seen = None, {}, None, None  # of _layout: pickle and deepcopy leave them behind
+    skipped = 0  # updates of this rank left out so far because a gradient was not finite; a tensor after a step
 
     def add_param_group(self, param_group: dict):
         self._check_options({**self.defaults, **param_group})
@@ -517,8 +522,13 @@ def _noise(group: dict, W: Tensor) -> Tensor | None:
     return torch.randint(0, 65536, W.shape, dtype=torch.int32, device=W.device)
 
 
-def _scalar(value, p: Tensor) -> Tensor:  # 0-d, so it never changes the dtype of what it multiplies
+def _scalar(value, p: Tensor) -> Tensor:
+    """On the CPU whatever p's device: a graph takes a 0-d tensor from there, and it changes no dtype of what it multiplies."""
     return torch.as_tensor(value, dtype=torch.float32 if p.device.type == "mps" else torch.float64, device="cpu")
+
+
+def _joined(tensors):
+    return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
 
 
 class Muon(_Sharded):
@@ -617,8 +627,9 @@ class Muon(_Sharded):
 
     @staticmethod
     def _portions(params) -> list[list[list[Tensor]]]:
-        """What Newton-Schulz takes at once, and in it what the passes take at once: on a GPU as much as memory is cheap for, because
-        launches cost; on a CPU enough for all cores and for the cache, and single parameters, because copies cost."""
+        """Portions, each a list of batches: Newton-Schulz takes a portion at once, the passes around it a batch. On a GPU a portion is
+        one batch of up to 2**27 numbers, because launches cost; on a CPU, where copies cost, a batch is a single parameter, and a
+        portion enough of them for all cores and for the cache."""
         cpu, numel = params[0].device.type == "cpu", params[0].numel()
         size = max(torch.get_num_threads(), 2**20 // numel) if cpu else max(1, 2**27 // numel)
         chunks = [params[i:i + size] for i in range(0, len(params), size)]
@@ -644,14 +655,11 @@ class Muon(_Sharded):
                      eps=group["eps"], ns_eps=group["ns_eps"], nesterov=group["nesterov"])
 
     def _bias(self, group, params):
+        """1 - βᵗ: () where all parameters have made as many steps, else (k, 1, 1)."""
         bias = [1 - group["momentum"] ** self.state[p]["step"] for p in params for _ in range(len(self._own(p, p)))]
         if len(set(bias)) == 1:
             return _scalar(bias[0], params[0])
         return _scalar(bias, params[0]).to(params[0].device, _compute_dtype(params[0]), non_blocking=True)[:, None, None]
-
-
-def _joined(tensors):
-    return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
 
 
 class AdamW(_Sharded):
@@ -710,7 +718,7 @@ class AdamW(_Sharded):
     def _fused(self, group, params, W, G, M, V):
         """_update in torch's kernel for a CPU, where calling a compiled graph takes longer than updating a small tensor."""
         ok = [True] * len(params)
-        if not torch.nn.utils.get_total_norm([p.grad for p in params]) <= LARGEST:  # also if it is NaN; below, no entry is larger
+        if not torch.nn.utils.get_total_norm([p.grad for p in params]) <= LARGEST:  # or NaN; else no entry is larger
             ok = [bool(p.grad.isfinite().all()) for p in params]  # of all rows, so that all ranks agree
             G = [g.clamp(-LARGEST, LARGEST) for g in G]
         G = [g.contiguous() for g in G]  # the kernel reads memory in order
