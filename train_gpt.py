@@ -9,7 +9,8 @@ Trains a GPT-2 (pre-norm, RoPE, no biases, untied head) with Muon-VS or any opti
 
 Every hyperparameter is a global below; --name=value overrides it. --help lists them. The demo ends with a line
 "final val_loss:..." (in nats per byte) and a sample; on 2 CPU cores with bf16 it trains for about 2 minutes.
-Shapes: B sequences of a micro-batch, T tokens, D model width, H heads, K head width, V vocabulary.
+Shapes: B sequences of a micro-batch, T tokens, N = B T, Q queries of a block, D model width, H heads, K head width, V vocabulary.
+`where` is the torch.device in use; the global `device` is what was asked for.
 """
 import contextlib
 import ctypes
@@ -250,7 +251,8 @@ def data_flag() -> str:
 
 class Shards:
     """The shards of one split: windows of block_size + 1 tokens, the next one starting at the last token of the one before.
-    A shard's last block_size tokens or fewer, if they fill no window, are left out. Reads with pread: nothing stays mapped."""
+    A shard's last block_size tokens or fewer, if they fill no window, are left out. Reads with pread: nothing stays mapped.
+    vocab: number of ids; eot: id of the end of text; tokens: of all shards; checksum: of their headers, which hold the payloads'."""
 
     def __init__(self, name: str, split: str, rank: int = 0, world: int = 1):
         folder = Path(data_dir) / name
@@ -330,8 +332,8 @@ class Shards:
         return out
 
     def batch(self, step: int, rows: range) -> np.ndarray:
-        """Rows of update `step`'s batch. The order is a pure function of (seed, step): every window once an epoch, in
-        an order of its own for each epoch; a batch that reaches the end of an epoch is filled from the next one."""
+        """These rows of update `step`'s batch, (len(rows), block_size + 1) uint16. The order is a pure function of (seed, step): every
+        window once an epoch, in an order of its own for each epoch; a batch that reaches the end of one is filled from the next."""
         at = step * batch_size + np.arange(rows.start, rows.stop)
         epochs = at // len(self)
         return self.read(np.concatenate([shuffle(at[epochs == e] - e * len(self), len(self), data_seed or seed, int(e))
@@ -355,7 +357,8 @@ def manifest_shards(folder: Path, split: str) -> set[str]:
 
 
 def shuffle(i: np.ndarray, n: int, *key: int) -> np.ndarray:
-    """Where a pseudo-random permutation of range(n) puts i: a Feistel network on the next power of 4, walked until below n."""
+    """Where a pseudo-random permutation of range(n), chosen by `key`, puts each of i: a Feistel network on the next power of 4, walked
+    until below n. Unlike numpy's permutation it needs no table, which 100 B tokens would fill with 1.6 GB on every rank."""
     half = np.uint64((max(n - 1, 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << int(half)) - 1)
     rounds = np.random.SeedSequence(key).generate_state(6, np.uint64)
@@ -389,12 +392,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rope_tables(length: int, width: int) -> tuple[Tensor, Tensor]:
+    """cos and sin of each position's angles, (length, width / 2) in fp32; width is K."""
     frequency = rope_base ** (-torch.arange(0, width, 2, dtype=torch.float32) / width)
     angle = torch.outer(torch.arange(length, dtype=torch.float32), frequency)  # (T, K/2)
     return angle.cos(), angle.sin()
 
 
-# MKL 2024.2 may be imprecise where a function's first call takes several threads (pytorch issue 188792): these calls take one
+# MKL 2024.2 may stay imprecise if a function's first call uses several threads (pytorch issue 188792); on one number it uses one
 for first_call in (torch.cos, torch.sin, torch.exp):
     first_call(torch.zeros(1, device="cpu"))
 
@@ -493,6 +497,7 @@ class Model(nn.Module):
         return self.head(self.norm(x_BTD))
 
     def loss(self, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
+        """forward() from the trunk's output on: a method, so that it is compiled as one."""
         return F.cross_entropy(self.unembed(x_BTD).flatten(0, 1).float(), targets_BT.flatten())
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
@@ -545,6 +550,7 @@ def parameter_groups(model: nn.Module) -> dict[str, dict[str, Tensor]]:
 
 
 def build_optimizers(model: nn.Module, compiled: bool, ns_dtype: torch.dtype) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices and AdamW for the rest, or AdamW for all; ns_dtype: Newton-Schulz's. RuntimeError if one is left out."""
     groups = parameter_groups(model)
     shared = dict(state_dtype=torch.bfloat16 if param_dtype == "bfloat16" else None, stochastic_rounding=stochastic_rounding,
                   compile=compiled)
@@ -622,7 +628,7 @@ def evaluate(logits, shards: Shards, where: torch.device, autocast, rank: int, w
 
 
 def flops_per_token(model: nn.Module) -> float:
-    """Of forward and backward, as in the PaLM paper's appendix B: 6 a matrix parameter, 12 L D T for attention."""
+    """Of forward and backward, as in the PaLM paper's appendix B: 6 a matrix parameter, 12 n_layer D T for attention."""
     matrices = sum(p.numel() for p in model.parameters() if p.ndim > 1)
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)} - {model.head.weight}
     return 6 * (matrices - sum(table.numel() for table in tables)) + 12 * n_layer * n_embd * block_size
@@ -636,6 +642,7 @@ PEAK_FLOPS = {  # dense bf16, one device, from the makers' data sheets; the firs
 
 
 def peak_flops(where: torch.device) -> float | None:
+    """Of one device, per second; None where it is not known, as for CPUs."""
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else ""
     return next((peak for part, peak in PEAK_FLOPS.items() if re.search(rf"\b{part}\b", name)), None)
 
@@ -908,7 +915,8 @@ def to_host(tree):
 # main
 # ----------------------------------------------------------------------------------------------------------------------
 class Log:
-    """Prints, and appends to logs/RUN.txt, a line at a time; figures also go to --wandb and --tensorboard. head: None goes on."""
+    """Prints, and appends to logs/RUN.txt, a line at a time; figures also go to --wandb and --tensorboard. head: what a new log begins
+    with; None goes on with the old one."""
 
     def __init__(self, path: Path, head: str | None, step: int):
         self.path, self.step = path, step
@@ -982,6 +990,7 @@ def sources() -> tuple[str, str]:
 
 
 def source_hash() -> str:
+    """sha256 of both sources: do ranks, and a run and its checkpoint, have the same code?"""
     return hashlib.sha256("".join(sources()).encode()).hexdigest()
 
 
@@ -1068,6 +1077,7 @@ def agree(facts: dict[str, str], world: int) -> None:
 
 
 def fast_bf16(where: torch.device) -> bool:
+    """Has the hardware instructions for bf16 products (Ampere or newer, AVX512-BF16, AMX), so that bf16 is the faster one?"""
     if where.type == "cuda":
         return torch.cuda.get_device_capability(where) >= (8, 0)
     with contextlib.suppress(OSError):
@@ -1076,10 +1086,12 @@ def fast_bf16(where: torch.device) -> bool:
 
 
 def uses_bf16(where: torch.device) -> bool:
+    """Does the model run under bf16 autocast?"""
     return "bfloat16" in (dtype, param_dtype) or dtype == "auto" and fast_bf16(where)
 
 
 def duration(value: float) -> str:
+    """Seconds as 95s, 12min or 11.5h."""
     return f"{value:.0f}s" if value < 600 else f"{value / 60:.0f}min" if value < 36000 else f"{value / 3600:.1f}h"
 
 
@@ -1191,7 +1203,7 @@ def train() -> dict:
             store.set("device", where.type)
         if (first := store.get("device").decode()) != where.type:
             raise UserError(f"rank {rank} on {platform.node()} found {where.type}, rank 0 {first}: mend one of them, or give --device")
-    train_shards = Shards(dataset, "train", local_rank, local_world)  # so that each machine checks all of its copy
+    train_shards = Shards(dataset, "train", local_rank, local_world)  # not rank, world: each machine checks all of its copy
     val_shards = Shards(val_dataset or dataset, "val", local_rank, local_world)
     if val_shards.vocab != train_shards.vocab:
         raise UserError(f"--val_dataset={val_dataset} has a vocabulary of {val_shards.vocab} ids, {dataset} one of "
@@ -1205,7 +1217,7 @@ def train() -> dict:
         Watch.waits += 1
         dist.init_process_group("nccl" if where.type == "cuda" else "gloo", store=store, rank=rank, world_size=world,
                                 timeout=timedelta(minutes=2 * timeout_minutes))
-        local = {"resume", "run_name", "device", "threads", "data_dir", "log_dir", "checkpoint_dir"}
+        local = {"resume", "run_name", "device", "threads", "data_dir", "log_dir", "checkpoint_dir"}  # may differ between ranks
         agree({"globals": str({name: globals()[name] for name in GLOBALS if name not in local}), "code": source_hash(),
                "data": train_shards.checksum + val_shards.checksum, "torch version": torch.__version__,
                "hardware (bf16 or not; say --dtype)": str(uses_bf16(where))}, world)
@@ -1251,7 +1263,7 @@ def train() -> dict:
         with fitting():
             raw.load_state_dict(saved["model"])
     step, train_time, skipped = (saved[key] for key in ("step", "train_time", "skipped")) if saved else (0, 0.0, 0)
-    log = lambda line: None
+    log = lambda line: None  # on all ranks but 0
     if rank == 0:
         check_disk(raw, checkpoints.folder)
         log = Log(log_path, None if saved and log_path.exists() else log_head(run, facts), step)
@@ -1466,7 +1478,7 @@ def listen() -> dict:
         elif time.monotonic() > stop["time"] + 3:  # launchers and terminals may both send the first one
             raise KeyboardInterrupt  # a second one does not wait for the update
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT):  # main() sets the old handlers again
         signal.signal(number, remember)
     return stop
 
