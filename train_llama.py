@@ -940,7 +940,7 @@ def to_host(tree):
 
 
 # ======================================================================================================================
-# main
+# log
 # ----------------------------------------------------------------------------------------------------------------------
 class Log:
     """Prints, and appends to logs/RUN.txt, a line at a time; figures also go to --wandb and --tensorboard. head: what a new log begins
@@ -1030,6 +1030,9 @@ def log_head(run: str, environment: dict) -> str:
     return bar.join([*sources(), facts + flags, ""])
 
 
+# ======================================================================================================================
+# ranks
+# ----------------------------------------------------------------------------------------------------------------------
 def rendezvous(rank: int) -> dist.TCPStore:
     """A key-value store of this start alone, held by rank 0. torchrun's own store may outlive a restart with all its keys, and a rank
     that reads one too early waits for a dead process; here it only says where the new store is."""
@@ -1104,6 +1107,9 @@ def agree(facts: dict[str, str], world: int) -> None:
                             "data and command")
 
 
+# ======================================================================================================================
+# main
+# ----------------------------------------------------------------------------------------------------------------------
 def fast_bf16(where: torch.device) -> bool:
     """Has the hardware instructions for bf16 products (Ampere or newer, AVX512-BF16, AMX), so that bf16 is the faster one?"""
     if where.type == "cuda":

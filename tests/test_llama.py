@@ -206,7 +206,7 @@ def test_a_feed_forward_three_times_as_wide_as_the_model_is_not_taken_for_a_fuse
     assert kept[0] < kept[1]
 
 
-SHARED = ["configuration", "data loader", "optimizers", "schedule", "evaluation", "memory", "checkpoint", "main"]
+SHARED = ["configuration", "data loader", "optimizers", "schedule", "evaluation", "memory", "checkpoint", "log", "ranks", "main"]
 
 
 def sections(name: str) -> dict[str, str]:
