@@ -848,11 +848,11 @@ def read_checkpoint(path: Path) -> dict:
     try:
         saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)  # tensors and plain types: nothing is executed
         if saved["script"] != Path(__file__).name:
-            raise ValueError
+            raise ValueError(f"it is of {saved['script']}")
         return saved
     except Exception as error:  # it may be any file
-        raise UserError(f"{path} is not a checkpoint of {Path(__file__).name} ({type(error).__name__}); give one that it "
-                        "saved") from None
+        raise UserError(f"{path} is not a checkpoint of {Path(__file__).name} ({type(error).__name__}: "
+                        f"{' '.join(str(error).split())[:100]}); give one that it saved") from None
 
 
 def damage(path: Path) -> str:
