@@ -588,11 +588,11 @@ class Muon(_Sharded):
             r = load.index(min(load))
             count[r] += 1
             load[r] += self._cost(params[0])
-        ends = list(itertools.accumulate(count))
+        bounds = list(itertools.accumulate(count, initial=0))
         at = 0
         for p in params:
             units = len(self._units(p))
-            self._ranges[p] = [(min(max(end - k - at, 0), units), min(max(end - at, 0), units)) for k, end in zip(count, ends)]
+            self._ranges[p] = list(itertools.pairwise(min(max(bound - at, 0), units) for bound in bounds))
             at += units
 
     def _new_state(self, group, p):
