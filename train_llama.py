@@ -17,6 +17,7 @@ Shapes: B sequences of a micro-batch, T tokens, N = B T, Q queries of a block, D
 import contextlib
 import ctypes
 import difflib
+import errno
 import functools
 import hashlib
 import json
@@ -61,7 +62,7 @@ checkpoint_dir = "checkpoints"
 data_dir = "data"             # datasets are folders below it, made by prepare.py
 dataset = "pysrc"             # the folder with the training shards
 val_dataset = ""              # the folder with the validation shards; "" = dataset
-check_shards = True           # verify every shard's checksum and ids before the first update (about 1 GB/s a rank)
+check_shards = True           # verify every shard's checksum and ids at each start (about 1 GB/s a rank); false: sizes and headers
 val_tokens = 262_144          # tokens of the fixed prefix of the validation split
 # model
 n_layer = 4
@@ -119,7 +120,7 @@ dtype = "auto"                # float32 (a GPU multiplies in TF32), bfloat16 (au
 param_dtype = "float32"       # bfloat16: parameters and optimizer state are kept in bf16
 stochastic_rounding = False   # of bf16 parameters
 compile = True                # torch.compile; falls back to eager with a warning
-threads = 0                   # CPU threads of a rank; 0 = cores / ranks on this machine
+threads = 0                   # CPU threads of a rank; 0 = OMP_NUM_THREADS for one rank alone, else cores / ranks on this machine
 profile = False               # write a torch profiler trace of a few updates to log_dir/RUN.trace.json
 timeout_minutes = 10.0        # a rank that is silent for longer ends the run
 max_skipped = 10              # updates in a row left out for a non-finite gradient before the run stops
@@ -147,7 +148,7 @@ PRESETS = {  # "NAME/OPTIMIZER" is applied after "NAME"
     "suite-a-300m/adamw": dict(learning_rate=0.0024),
     "suite-a-1.2b/adamw": dict(learning_rate=0.0012),
     "suite-b-210m": dict(_suite_b, n_layer=24, n_head=12, n_embd=768, n_ffn=2048, batch_size=256, micro_batch_size=32,
-                         max_iters=128_000, adam_beta2=0.999, grad_clip=0.5, eval_interval=115),
+                         max_iters=128_000, adam_beta2=0.999, grad_clip=0.5, eval_interval=115, checkpoint_interval=1150),
     "suite-b-210m/adamuon": dict(adjust_lr_fn="frobenius"),
     "suite-b-720m": dict(_suite_b, n_layer=12, n_head=16, n_embd=2048, n_ffn=5632, batch_size=1984, micro_batch_size=8,
                          max_iters=48_000, adam_beta2=0.99, grad_clip=0.1, eval_interval=200),
@@ -234,6 +235,9 @@ def check_globals() -> None:
     expect("of at least 0", lambda x: x >= 0, "max_iters micro_batch_size vocab_size learning_rate adam_lr weight_decay grad_clip gamma "
            "muon_eps ns_steps ns_eps adam_eps norm_eps warmup_iters sample_tokens threads seed data_seed")
     expect("in [0, 1)", lambda x: 0 <= x < 1, "momentum beta2 adam_beta1 adam_beta2")
+    if param_dtype == "bfloat16":
+        expect("of at most 0.995 beside --param_dtype=bfloat16, whose 8 bits let no slower average decay", lambda x: x <= 0.995,
+               "momentum beta2 adam_beta1 adam_beta2")
     expect("in [0, 1]", lambda x: 0 <= x <= 1, "decay_frac min_lr_frac")
     check_choice("schedule", schedule, ["constant", "cosine", "wsd"])
     check_choice("adjust_lr_fn", adjust_lr_fn, ["original", "match_rms_adamw", "frobenius"])
@@ -244,8 +248,8 @@ def check_globals() -> None:
     if n_embd % n_head or n_embd // n_head % 2:
         raise UserError(f"--n_embd={n_embd} gives {n_head} heads a width of {n_embd / n_head:g}; expected an even whole number; "
                         f"for instance --n_embd={max(2, round(n_embd / n_head / 2) * 2) * n_head}")
-    if run_name and not re.fullmatch(r"[\w.=+-]+", run_name):
-        raise UserError(f"--run_name={run_name}: it names files, so use letters, digits and any of . _ = + -")
+    if run_name and not re.fullmatch(r"[\w=+-][\w.=+-]*", run_name):
+        raise UserError(f"--run_name={run_name}: it names files, so use letters, digits and any of . _ = + -, and no dot at first")
     if val_tokens < block_size:
         raise UserError(f"--val_tokens={val_tokens} is less than one window of --block_size={block_size}; use "
                         f"--val_tokens={block_size} or more")
@@ -288,7 +292,8 @@ class Shards:
         if not self.files:
             if any(folder.glob("*.bin")) and not (folder / "manifest.json").exists():  # another project's files
                 flag = "--val_dataset" if split == "val" else "--dataset"
-                mend = f"python prepare.py import {folder} --name {name}-shards{data_flag()}` and give `{flag}={name}-shards"
+                mend = (f"python prepare.py import {shlex.quote(str(folder))} --name {name}-shards{data_flag()}` and give "
+                        f"`{flag}={name}-shards")
             raise UserError(f"no {split} shards in {folder} (*_{split}_NUMBER.bin): dataset {name!r} is not prepared; run `{mend}`")
         if missing := manifest_shards(folder, split) - {path.name for path in self.files}:
             raise UserError(f"{folder} lacks {', '.join(sorted(missing))}, which its manifest.json lists; run `{mend}` again")
@@ -299,11 +304,12 @@ class Shards:
                 header = np.frombuffer(os.pread(fd, HEADER * 4, 0).ljust(HEADER * 4, b"\0"), np.uint32)
                 length = os.fstat(fd).st_size
             except OSError as error:
-                raise UserError(f"cannot read {path}: {error.strerror}; run `python prepare.py verify {name}{data_flag()}`") from None
+                mend = "ulimit -n 65536" if error.errno == errno.EMFILE else f"python prepare.py verify {name}{data_flag()}"
+                raise UserError(f"cannot read {path}: {error.strerror}; run `{mend}`") from None
             if header[0] != MAGIC or header[1] != VERSION:
                 raise UserError(f"{path} is not a token shard: its first words are {header[:2].tolist()}, expected "
-                                f"[{MAGIC}, {VERSION}]; for a nanoGPT .bin run `python prepare.py import {path} --name {name}-shards"
-                                f"{data_flag()}` and give `--dataset={name}-shards`")
+                                f"[{MAGIC}, {VERSION}]; for a nanoGPT .bin run `python prepare.py import {shlex.quote(str(path))} "
+                                f"--name {name}-shards{data_flag()}` and give `--dataset={name}-shards`")
             size, vocab, eot, checksum, ours = map(int, header[2:7])
             if length != (expected := HEADER * 4 + 2 * size):
                 raise UserError(f"{path} is truncated or damaged: {length} bytes, expected {expected} for the {size} tokens of its "
@@ -743,6 +749,9 @@ def check_memory(model: nn.Module, where: torch.device, world: int, local_world:
             free = int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024 / local_world
         except (OSError, TypeError):
             return
+        for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # a container's, by cgroups 2 and 1
+            with contextlib.suppress(OSError, ValueError):
+                free = min(free, int(Path("/sys/fs/cgroup", limit).read_text()) / local_world)
     parts = memory_estimate(model, world, where.type == "cuda", uses_bf16(where))
     if (need := sum(parts.values())) > free:
         gib = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in parts.items())
@@ -783,9 +792,28 @@ MAY_CHANGE = {  # globals that a resumed run may set anew: they leave the mathem
 class Checkpoints:
     """checkpoints/RUN/step_N.pt, and beside it step_N.json with its size and sha256, written after it: a checkpoint without a
     matching json is unfinished or damaged. Both get a temporary name, fsync, rename. A thread writes while training goes on."""
+    held = None  # descriptor of the folder that lock() locks
 
     def __init__(self, run: str, rank: int):
         self.folder, self.rank, self.thread, self.failure = Path(checkpoint_dir) / run, rank, None, None
+
+    def lock(self, patience: float = 0) -> None:
+        """Only one process of a machine writes a run, until main() ends. One that is started before the last one has ended waits
+        `patience` seconds for it."""
+        if Checkpoints.held is not None:
+            return
+        import fcntl
+        Checkpoints.held, until = os.open(self.folder, os.O_RDONLY), time.monotonic() + patience
+        while True:
+            try:
+                return fcntl.flock(Checkpoints.held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= until:
+                    raise UserError(f"another process writes to {self.folder}; wait for its end, then go on with --run_name="
+                                    f"{self.folder.name} --resume=auto, or choose another --run_name") from None
+                time.sleep(0.5)
+            except OSError:  # a file system without locks
+                return
 
     def save(self, content: dict, val_loss: float | None) -> None:
         """content: tensors, of which copies are written, and plain types."""
@@ -814,16 +842,16 @@ class Checkpoints:
             write_whole(path.with_suffix(".json"), lambda f: f.write(json.dumps(
                 dict(step=content["step"], val_loss=val_loss, size=path.stat().st_size, sha256=digest)).encode()))
             self._remove_old()
-        except (OSError, RuntimeError) as error:
+        except Exception as error:  # an edited script may save what torch.save cannot
             while not isinstance(error, OSError) and error.__context__:  # torch.save hides a full disk behind an error of its own
                 error = error.__context__
-            self.failure = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            self.failure = getattr(error, "strerror", None) or f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
 
     def _remove_old(self):
         """Keeps the newest ones, the best of those that were validated, and files that are not checkpoints."""
         notes = {path: note for path in sorted(self.folder.glob("step_*.pt")) if (note := read_note(path))}
-        validated = [path for path in notes if notes[path]["val_loss"] is not None]
-        best = min(validated, key=lambda path: notes[path]["val_loss"], default=None)
+        losses = {path: note["val_loss"] for path, note in notes.items() if math.isfinite(note["val_loss"] or math.nan)}
+        best = min(losses, key=losses.get, default=None)
         for path in set(notes) - {best, *list(notes)[-keep_checkpoints:]}:
             path.unlink()
             path.with_suffix(".json").unlink()
@@ -844,7 +872,7 @@ class Checkpoints:
             raise UserError(f"--resume={which}: there is no {path}; expected a file checkpoints/RUN/step_N.pt or such a folder")
         if problem := damage(path):
             folder = path.resolve().parent
-            where = "" if folder.parent == self.folder.resolve().parent else f"--checkpoint_dir={folder.parent} "
+            where = "" if folder.parent == self.folder.resolve().parent else f"--checkpoint_dir={shlex.quote(str(folder.parent))} "
             raise UserError(f"--resume={which}: {path} {problem}; take an earlier one, or {where}--run_name={folder.name} "
                             "--resume=auto to do so by itself")
         return read_checkpoint(path)
@@ -903,7 +931,8 @@ def write_whole(path: Path, write) -> str:
         digest = sha256(temporary)
         os.replace(temporary, path)
         folder = os.open(path.parent, os.O_RDONLY)
-        os.fsync(folder)
+        with contextlib.suppress(OSError):  # some file systems cannot
+            os.fsync(folder)
         os.close(folder)
         return digest
     finally:
@@ -954,7 +983,7 @@ class Log:
             if head is not None:
                 if path.exists():  # of a run that left no checkpoint
                     os.replace(path, path.with_suffix(".old"))
-                write_whole(path, lambda f: f.write(head.encode()))
+                write_whole(path, lambda f: f.write(head.encode(errors="surrogateescape")))  # a folder's name may be no text
             torn = not path.read_bytes().endswith(b"\n")  # a line that a full disk or a kill cut short
             self.file = open(path, "ab", buffering=0)
             self.file.write(b"\n" * torn)
@@ -962,8 +991,12 @@ class Log:
             raise UserError(f"cannot write {path}: {error.strerror}; expected a writable folder; set --log_dir") from None
 
     def __call__(self, line: str) -> None:
-        print(line, flush=True)
-        data = (line + "\n").encode()
+        try:
+            print(line, flush=True)
+        except OSError:  # who read it, such as tee or a terminal, is gone, and the file has it all
+            for fd in (1, 2):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
+        data = (line + "\n").encode(errors="surrogateescape")
         try:
             while data:  # a disk that gets full takes a part first
                 data = data[self.file.write(data):]
@@ -1201,9 +1234,12 @@ def choose_device(local_rank: int, local_world: int) -> torch.device:
                             "change --device")
         torch.cuda.set_device(where)
         torch.backends.cuda.matmul.allow_tf32 = True
+    elif where.type == "mps" and local_world > 1:
+        raise UserError(f"{local_world} ranks cannot share an Apple GPU; start one, or use --device=cpu")
     elif where.type == "cpu":
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(threads or max(1, cores // local_world))
+        if threads or local_world > 1 or "OMP_NUM_THREADS" not in os.environ:  # torchrun sets that to 1 where it starts several ranks
+            torch.set_num_threads(threads or max(1, cores // local_world))
         keep_memory()
     return where
 
@@ -1215,7 +1251,9 @@ def micro_batches(world: int) -> int:
     together = micro_batch_size * world
     if batch_size % together:
         fits = [micro for micro in range(1, micro_batch_size) if batch_size % (micro * world) == 0]
-        mend = f"--micro_batch_size={fits[-1]}" if fits else f"--batch_size={max(1, batch_size // together) * together}"
+        ranks = max(n for n in range(1, world + 1) if batch_size % n == 0)
+        mend = (f"--micro_batch_size={fits[-1]}" if fits else f"--batch_size={max(1, batch_size // together) * together}"
+                + f" or {ranks} ranks" * (ranks < world))
         raise UserError(f"--batch_size={batch_size} is not a multiple of --micro_batch_size={micro_batch_size} x {world} ranks; "
                         f"use {mend}")
     return batch_size // together
@@ -1223,6 +1261,9 @@ def micro_batches(world: int) -> int:
 
 def train() -> dict:
     """One run, from globals to checkpoint; returns its last figures."""
+    with contextlib.suppress(ImportError, ValueError, OSError):  # each shard is an open file; many systems allow 1024 unless asked
+        import resource
+        resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank, local_world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if resume != "auto" and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
@@ -1255,18 +1296,8 @@ def train() -> dict:
         agree({"globals": str({name: globals()[name] for name in GLOBALS if name not in local}), "code": source_hash(),
                "data": train_shards.checksum + val_shards.checksum, "torch version": torch.__version__,
                "hardware (bf16 or not; say --dtype)": str(uses_bf16(where))}, world)
-    torch.manual_seed(seed)
-    raw = Model(vocab)
-    initialise(raw)
-    raw.to(where)
-    if param_dtype == "bfloat16":
-        for p in raw.parameters():  # not buffers: angles stay in fp32
-            p.data = p.data.bfloat16()
-    autocast = (lambda: torch.autocast(where.type, torch.bfloat16)) if uses_bf16(where) else contextlib.nullcontext
-    ns_dtype = torch.bfloat16 if fast_bf16(where) else torch.float32
-    optimizers = build_optimizers(raw, compile, ns_dtype)
 
-    # ---- run name, checkpoint, log
+    # ---- run name, checkpoint
     started = datetime.now()
     stem = f"{preset}-{optimizer}-seed{seed}"
     if run_name or resume == "auto":
@@ -1277,12 +1308,31 @@ def train() -> dict:
     else:
         run = f"{stem}-{started:%Y%m%d-%H%M%S}"
     log_path, checkpoints = Path(log_dir) / f"{run}.txt", Checkpoints(run, rank)
+    if rank == 0 and resume and checkpoints.folder.exists():
+        checkpoints.lock(patience=min(120, 30 * timeout_minutes))
+    if world > 1:
+        if rank == 0:
+            store.set("locked", "")
+        store.wait(["locked"])
     saved = checkpoints.load(resume) if resume else None
     if world > 1:
         agree({"checkpoint (is --checkpoint_dir on a shared file system?)": str(saved and saved["step"])}, world)
     if rank == 0 and not resume and (log_path.exists() or any(checkpoints.folder.glob("*"))):
         raise UserError(f"a run {run} exists already ({log_path}, {checkpoints.folder}); choose another --run_name, or go on with "
                         "--resume=auto")
+
+    # ---- model and log
+    torch.manual_seed(seed)
+    raw = Model(vocab)
+    if not saved:
+        initialise(raw)
+    raw.to(where)
+    if param_dtype == "bfloat16":
+        for p in raw.parameters():  # not buffers: angles stay in fp32
+            p.data = p.data.bfloat16()
+    autocast = (lambda: torch.autocast(where.type, torch.bfloat16)) if uses_bf16(where) else contextlib.nullcontext
+    ns_dtype = torch.bfloat16 if fast_bf16(where) else torch.float32
+    optimizers = build_optimizers(raw, compile, ns_dtype)
     facts = dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__, platform=platform.platform(),
                  **({"cuda": f"{torch.version.cuda}, cudnn {torch.backends.cudnn.version()}"} if where.type == "cuda" else {}),
                  device=(torch.cuda.get_device_name(where) if where.type == "cuda" else
@@ -1300,6 +1350,7 @@ def train() -> dict:
     log = lambda line: None  # on all ranks but 0
     if rank == 0:
         check_disk(raw, checkpoints.folder)
+        checkpoints.lock()
         log = Log(log_path, None if saved and log_path.exists() else log_head(run, facts), step)
         epochs = max_iters * batch_size * block_size / train_shards.tokens
         print(f"{run}: {facts['params'] / 1e6:.2f} M parameters, {facts['device']}, {facts['dtype_used']}, {world} ranks x "
@@ -1324,8 +1375,8 @@ def train() -> dict:
             return function()
         except torch._dynamo.exc.TorchDynamoException as error:
             if rank == 0:
-                print(f"runs uncompiled, so slower: torch.compile failed ({type(error).__name__}); install a C++ compiler, or pass "
-                      "--compile=false", file=sys.stderr)
+                print(f"runs uncompiled, so slower: torch.compile failed ({type(error).__name__}: {' '.join(str(error).split())[:150]}); "
+                      "install a C++ compiler, give TORCHINDUCTOR_CACHE_DIR a folder with room, or pass --compile=false", file=sys.stderr)
         torch.compiler.set_stance("force_eager")  # outside of except: the error keeps the activations alive
         raw.zero_grad()
         return function()
@@ -1401,7 +1452,17 @@ def train() -> dict:
         return (f"train_loss:{monitor.loss:.5f} lr:{learning_rate * lr_factor(step - 1):.6g} {norm}tokens_per_s:{rate:.0f} mfu:{mfu}"
                 f"{skipped} time_left:{duration(left)}")
 
+    def on_disk(what: str) -> None:
+        """Waits on all ranks until rank 0 has written its newest checkpoint, which may take longer than any timeout, still watched."""
+        if rank == 0:
+            checkpoints.wait(last=what == "last")
+        if world > 1:
+            if rank == 0:
+                store.set(f"on disk: {what}", "")
+            store.wait([f"on disk: {what}"], timedelta(days=30))
+
     def save(score: float | None) -> None:
+        on_disk(f"before {step}")
         states = [opt.state_dict() for opt in optimizers]  # every rank takes part
         if rank == 0:
             checkpoints.save(dict(
@@ -1442,7 +1503,7 @@ def train() -> dict:
         if last or monitor.stop or saving and not monitor.in_a_row:  # a run that resumes repeats updates that were left out
             save(val_loss if validating else None)
         if monitor.stop and not last:
-            checkpoints.wait(last=True)
+            on_disk("last")
             log(f"stopped after update {step} by {stop['signal'] or 'a signal to another rank'}; go on with the same command and "
                 f"--run_name={run} --resume=auto")
             break
@@ -1462,15 +1523,12 @@ def train() -> dict:
         if rank == 0 and sample_tokens:
             with torch.compiler.set_stance("force_eager"):
                 log("sample: " + sample(raw, tokenizer, train_shards.eot, where, autocast))
-        checkpoints.wait(last=True)
+        on_disk("last")
         if rank == 0:
             print(f"log: {log_path}\ncheckpoint: {checkpoints.folder}")
     if profiler:
         profiler.stop()
     if world > 1:
-        if rank == 0:
-            store.set("saved", "")
-        store.wait(["saved"], timedelta(days=30))  # still watched: the last checkpoint may take rank 0 longer than any timeout
         Watch.done.set()
         dist.barrier(device_ids=devices)  # rank 0 holds the store: it waits until all are here
         if where.type == "cuda":
@@ -1502,8 +1560,11 @@ def cpu_name() -> str:
     return platform.processor()
 
 
+SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)]
+
+
 def listen() -> dict:
-    """From now on SIGTERM and SIGINT do not end the process but are noted: the update is finished and a checkpoint saved."""
+    """From now on SIGNALS do not end the process but are noted: the update is finished and a checkpoint saved."""
     stop = {"signal": None, "time": 0.0}
 
     def remember(number, frame):
@@ -1512,14 +1573,15 @@ def listen() -> dict:
         elif time.monotonic() > stop["time"] + 3:  # launchers and terminals may both send the first one
             raise KeyboardInterrupt  # a second one does not wait for the update
 
-    for number in (signal.SIGTERM, signal.SIGINT):  # main() sets the old handlers again
-        signal.signal(number, remember)
+    for number in SIGNALS:  # main() sets the old handlers again
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, remember)
     return stop
 
 
 def main(argv: list[str]) -> dict:
     configure(argv)
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         return train()
     finally:
@@ -1529,6 +1591,9 @@ def main(argv: list[str]) -> dict:
                 thread.join(5)
         for number, handler in before.items():
             signal.signal(number, handler)
+        if Checkpoints.held is not None:
+            os.close(Checkpoints.held)
+            Checkpoints.held = None
 
 
 def complain(what) -> None:
@@ -1536,6 +1601,9 @@ def complain(what) -> None:
 
 
 def cli() -> int:
+    if os.name == "nt":
+        complain("found Windows, expected Linux or macOS; run it in WSL2, which `wsl --install` installs")
+        return 1
     with contextlib.suppress(AttributeError):  # a sample or a comment may have letters that the terminal has not
         sys.stdout.reconfigure(errors="replace")
     if {"-h", "--help"} & set(sys.argv[1:]):
@@ -1549,11 +1617,12 @@ def cli() -> int:
             time.sleep(3)  # most mistakes are found on every rank: the first tells it, and torchrun ends the others
         complain(error)
         return 1
-    except torch.OutOfMemoryError as error:
-        complain(f"rank {os.environ.get('RANK', 0)}: {str(error).split('. GPU ')[0]}; lower --micro_batch_size or set "
-                 "--activation_checkpointing=true; the last checkpoint is intact")
-        return 1
     except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            what = str(error).split("] . ")[-1].split(". GPU ")[0]
+            complain(f"rank {os.environ.get('RANK', 0)}: {what}; lower --micro_batch_size or set --activation_checkpointing=true; the last "
+                     "checkpoint is intact")
+            return 1
         if "RANK" not in os.environ or not re.search("gloo|nccl|connection|store", str(error), re.IGNORECASE):
             raise
         reason = re.search(r"Last error:\s*(.+)", str(error))  # of NCCL; what stands before it is torch's

@@ -1,5 +1,5 @@
 """Breaks runs of train_gpt.py on purpose: kills at random moments and inside checkpoint writing, signals, dead ranks and nodes,
-full disks, damaged checkpoints and shards, gradients and losses that are not finite.
+full disks, damaged checkpoints and shards, a second start, output nobody reads, gradients and losses that are not finite.
 
     python tests/fault_injection.py            # 50 kills and all the rest, about 6 minutes on 2 cores
     python tests/fault_injection.py --short    # 6 kills and most of the rest, under a minute; the test suite runs this
@@ -252,6 +252,34 @@ def until(name: str, text: str, patience: float = 120) -> None:
     raise TimeoutError(f"{name} did not come to {text}")
 
 
+def reader_gone(expected: str) -> None:
+    """Ctrl-C ends `tee` first: then nothing can be printed any more, on stdout or stderr, when the run saves and ends."""
+    def meddle(module):
+        read, write = os.pipe()
+        os.dup2(write, 1), os.dup2(write, 2)
+        sys.stdout = open(1, "w", closefd=False)  # the old one may think that it can seek
+        stop_after(module, UPDATES // 3, first=lambda: os.close(read))
+    code = run("tee", meddle)
+    told = re.search(r"stopped after update \d+ .*", Path("logs/tee.txt").read_text())
+    again = run("tee")
+    report("SIGTERM while nobody reads the output", code == 0 and bool(told) and again == 0 and result("tee") == expected,
+           told[0] if told else f"status {code}")
+
+
+def second_start(expected: str) -> None:
+    """Of a run that goes on: it stops with one line, and the run is none the worse."""
+    pid = start("twice")
+    until("twice", f"step:{UPDATES // 3}/")
+    os.kill(pid, signal.SIGSTOP)
+    before = good_files("twice")
+    code = run("twice", timeout_minutes=0.001)
+    line, spoilt = one_line("twice"), kept(before, "twice")
+    os.kill(pid, signal.SIGCONT)
+    ok = code == 1 and "another process writes to checkpoints/twice" in line and not spoilt
+    ok = ok & (end(pid) == 0) and result("twice") == expected
+    report("a second start of the same run", ok, line if ok else f"status {code}, {line}, spoilt: {spoilt or 'nothing'}")
+
+
 def damaged_checkpoints(expected: str, rng: random.Random) -> None:
     newest, json_ = f"step_{UPDATES:08d}.pt", f"step_{UPDATES:08d}.json"
     faults = {
@@ -336,12 +364,13 @@ def full_disks(expected: str) -> None:
         subprocess.run(["umount", mount])
 
 
-def stop_after(module, step: int) -> None:
-    """SIGTERM to itself in update `step`."""
+def stop_after(module, step: int, first=lambda: None) -> None:
+    """SIGTERM to itself in update `step`, after first()."""
     batch = module.Shards.batch
 
     def reading(self, at, rows):
         if at == step and rows.start == 0:
+            first()
             os.kill(os.getpid(), signal.SIGTERM)
         return batch(self, at, rows)
     module.Shards.batch = reading
@@ -504,6 +533,8 @@ def main() -> int:
         kills(args.kills or (6 if args.short else 50), expected, duration, rng)
         kill_at_every_stage_of_saving(expected)
         signals(2 if args.short else 6, expected, duration, rng)
+        reader_gone(expected)
+        second_start(expected)
         damaged_checkpoints(expected, rng)
         damaged_shards(expected, rng)
         full_disks(expected)

@@ -1,6 +1,8 @@
 """train_gpt.py: gradients, data order, validation, logs, bad input, checkpoints and ranks; all on a CPU with a model of 30 k parameters.
 
 What needs several ranks runs in processes of this file (see `work`), a whole list of trainings for each start of Python."""
+import errno
+import fcntl
 import io
 import itertools
 import json
@@ -11,6 +13,7 @@ import resource
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -22,6 +25,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from common import ROOT, fresh, write_shard
 from optim import VARIANTS
@@ -216,6 +220,14 @@ def test_attention_in_bf16_is_as_exact_as_the_textbooks(compiled):
         assert a < 1.3 * b, (name, a, b)  # both round scores and weights to bf16; uncompiled ours also scores less their maximum
 
 
+def test_gelu_is_the_same_when_it_is_compiled(monkeypatch):
+    """atol: rounding of values up to 8 in fp32."""
+    gelu, x = fresh().gelu, torch.linspace(-8, 8, 1001)
+    expected = gelu(x)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    torch.testing.assert_close(gelu(x), expected, rtol=0, atol=2e-6)
+
+
 # ---------------------------------------------------------------------------------------------------------------------- ranks
 def work(jobs: list[dict]) -> None:
     """One rank: trains with each job's flags; leaves gradients, batches and error messages in NAME.rankR.pt."""
@@ -226,7 +238,7 @@ def work(jobs: list[dict]) -> None:
         module, kept = fresh(), {}
         ended = kept["ended"] = []
         module.Watch.end = lambda self, what: ended.append(what)  # a job that fails on purpose must not end the process
-        module.peak_rss = lambda: int(rank) + 1 << 30
+        module.peak_rss, module.peak_flops = lambda: int(rank) + 1 << 30, lambda where: 1e6
         if job.get("record"):
             kept["optimizers"], kept["batches"] = record(module, job)
         if job.get("unused"):
@@ -291,7 +303,7 @@ def ranks(tmp_path_factory):
             dict(name="lonely", flags=dict(run_name="gradient", resume="auto", max_iters=3, grad_clip=0),
                  rank1=dict(checkpoint_dir="other")),
             dict(name="unused", unused=True, flags=dict(run_name="unused")),
-            dict(name="slow", slow=9, flags=dict(run_name="slow", max_iters=1, timeout_minutes=0.1))]
+            dict(name="slow", slow=9, flags=dict(run_name="slow", max_iters=2, checkpoint_interval=1, timeout_minutes=0.1))]
     for optimizer, dtype in ON_RANKS:
         same = dict(optimizer=optimizer, dtype=dtype, max_iters=2 * HALF)
         name = f"{optimizer}-{dtype}"
@@ -348,9 +360,10 @@ def test_a_parameter_that_the_loss_does_not_use_is_named(ranks):
     assert all("the loss does not use spare_norm.weight" in part["error"] for part in left(ranks, "unused"))
 
 
-def test_a_last_checkpoint_may_take_longer_than_the_timeout(ranks):
+def test_a_checkpoint_may_take_longer_than_the_timeout(ranks):
+    """One that the next one waits for, and the last one."""
     assert [(part["ended"], part.get("error")) for part in left(ranks, "slow")] == [([], None)] * 2
-    assert (ranks / "checkpoints/slow/step_00000001.json").exists()
+    assert (ranks / "checkpoints/slow/step_00000001.json").exists() and (ranks / "checkpoints/slow/step_00000002.json").exists()
 
 
 def test_the_memory_told_is_that_of_the_rank_that_has_most(ranks):
@@ -442,6 +455,73 @@ def test_every_parameter_is_in_one_group():
     module.parameter_groups = lambda model: groups  # which do not know it
     with pytest.raises(RuntimeError, match="do not hold every parameter exactly once"):
         module.build_optimizers(model, False, torch.float32)
+
+
+def test_each_update_has_the_learning_rate_of_its_step_and_the_log_tells_it(monkeypatch):
+    module, step, seen = fresh(), Recorder.step, []
+    monkeypatch.setattr(Recorder, "step", lambda self: seen.append(self.param_groups[0]["lr"]) or step(self))
+    record(module, {})
+    module.main(flags(max_iters=6, decay_frac=0.5, run_name="rate"))
+    rates = pytest.approx([0.005, 0.01, 0.01, 0.01, 0.02 / 3, 0.01 / 3], rel=1e-4)
+    assert seen[0] == 0 and seen[1:] == rates  # the first one warms up
+    assert [float(line["lr"]) for line in read_log("logs/rate.txt") if "lr" in line] == rates
+
+
+def test_residual_projections_start_smaller():
+    module = configured(n_layer=8, n_embd=128)
+    model = module.Model(320)
+    module.initialise(model)
+    for name, p in model.named_parameters():
+        if p.ndim == 2:
+            assert p.std().item() == pytest.approx(0.005 if name.endswith(("proj.weight", "down.weight")) else 0.02, rel=0.05), name
+
+
+def test_activation_checkpointing_recomputes_every_block(monkeypatch):
+    calls, gradients = [], []
+    for on in (False, True):
+        module = configured(activation_checkpointing=on, n_layer=3)
+        again = module.checkpoint
+        monkeypatch.setattr(module, "checkpoint", lambda *args, **how: calls.append(on) or again(*args, **how))
+        torch.manual_seed(0)
+        model = module.Model(64)
+        x = torch.arange(16)[None]
+        model(x, x).backward()
+        gradients.append([p.grad for p in model.parameters()])
+        with torch.no_grad():
+            model(x, x)
+    assert calls == [True] * 3 and all(map(torch.equal, *gradients))
+
+
+def test_bf16_is_used_where_it_is_asked_for_or_fast():
+    used = []
+    for fast, given, parameters in itertools.product((False, True), ("auto", "float32", "bfloat16"), ("float32", "bfloat16")):
+        module = configured(dtype=given, param_dtype=parameters)
+        module.fast_bf16 = lambda where: fast
+        used.append(module.uses_bf16(torch.device("cpu")))
+    assert used == [False, True, False, True, True, True, True, True, False, True, True, True]
+    for fast in (False, True):
+        module, build = fresh(), []
+        make = module.build_optimizers
+        module.fast_bf16, module.build_optimizers = lambda where: fast, lambda *args: build.append(args[2]) or make(*args)
+        module.main(flags(max_iters=0, run_name=f"fast{fast}"))
+        assert set(build) == {torch.bfloat16 if fast else torch.float32}
+
+
+def test_what_ranks_of_a_machine_share(monkeypatch):
+    module = configured(micro_batch_size=0, threads=0)
+    assert module.micro_batches(2) == 1 and module.micro_batch_size == 4
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # torchrun's, for several ranks
+    module.keep_memory = lambda: None
+    module.choose_device(0, 4)
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(3)
+    module.choose_device(0, 1)
+    assert torch.get_num_threads() == 3  # it is the user's, whom torch has heard
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    module.choose_device(0, 1)
+    assert torch.get_num_threads() == 8
+    torch.set_num_threads(1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------- edited scripts
@@ -647,6 +727,49 @@ def test_reading_neither_grows_nor_stalls():
     assert np.median(times) < 0.005, f"{1000 * np.median(times):.2f} ms a batch of 16 x 256 tokens"
 
 
+def test_a_shard_that_ends_with_a_window_has_no_other():
+    for n, windows in ((32, 1), (33, 2), (48, 2), (49, 3)):
+        write_shard("data/edge/edge_train_000001.bin", text(n))
+        shards = configured(dataset="edge").Shards("edge", "train")
+        assert len(shards) == windows and len(shards.read(np.arange(windows))) == windows
+
+
+def test_the_seed_orders_the_data_unless_data_seed_does():
+    first = lambda **seeds: configured(**seeds).Shards("tiny", "train").batch(0, range(8)).tolist()
+    assert first(seed=3, data_seed=0) == first(seed=1, data_seed=3) == first(seed=2, data_seed=3) != first(seed=2, data_seed=0)
+
+
+def test_a_shard_is_checked_to_its_end_and_by_one_rank_of_a_machine(monkeypatch):
+    module, pread = configured(), os.pread
+    monkeypatch.setattr(os, "pread", lambda fd, n, at: pread(fd, min(n, 1024), at))  # pieces of 512 tokens
+    module.Shards("tiny", "train")
+    tokens = text(2008, 1)
+    tokens[3] = 300
+    write_shard(TRAIN, tokens)
+    with pytest.raises(module.UserError, match="token id 300"):
+        module.Shards("tiny", "train")
+    write_data(Path("data"))
+    damaged("data/tiny/tiny_train_000002.bin", -100)
+    module.Shards("tiny", "train", 0, 2)
+    with pytest.raises(module.UserError, match="tiny_train_000002.bin is damaged"):
+        module.Shards("tiny", "train", 1, 2)
+
+
+def test_more_shards_than_a_process_may_open_at_first():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for i in range(3, 100):
+        write_shard(f"data/tiny/tiny_train_{i:06}.bin", text(40))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (80, before[1]))
+        module = configured()
+        with pytest.raises(module.UserError, match="Too many open files; run `ulimit -n"):
+            module.Shards("tiny", "train")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (150, before[1]))  # these are open still
+        assert train(max_iters=0)["step"] == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
 # ---------------------------------------------------------------------------------------------------------------------- validation
 def test_validation_is_of_fixed_tokens_whatever_the_batch():
     module = configured()
@@ -669,6 +792,20 @@ def test_validation_is_of_fixed_tokens_whatever_the_batch():
 def test_validation_is_the_same_on_two_ranks(ranks):
     one, two = losses(train(max_iters=3)["log"]), losses(ranks / "logs/gradient.txt")
     assert one["val_loss 0/3"] == pytest.approx(two["val_loss 0/3"], abs=1.1e-5)  # printed with 5 decimals
+
+
+def test_validation_of_less_data_than_val_tokens_is_of_all_of_it():
+    module = configured(val_tokens=100_000)
+    shards, rows = module.Shards("tiny", "val"), []
+    logits = lambda x: rows.append(len(x)) or torch.zeros(*x.shape, 320)
+    loss, _ = module.evaluate(logits, shards, torch.device("cpu"), module.contextlib.nullcontext, 0, 1)
+    assert loss == pytest.approx(math.log(320)) and sum(rows) == 44  # 43 windows, two at a time
+
+
+def test_a_sample_goes_on_behind_its_last_token():
+    module = configured(sample_tokens=40)
+    model = SimpleNamespace(logits=lambda x: F.one_hot((x + 1) % 256, 320) * 1e4)
+    assert module.sample(model, "bytes", 256, torch.device("cpu"), module.contextlib.nullcontext) == bytes(range(1, 41)).decode()
 
 
 # ---------------------------------------------------------------------------------------------------------------------- logs
@@ -702,6 +839,82 @@ def test_zero_updates_give_a_validation_and_no_figures_that_do_not_exist():
     result = train(max_iters=0, run_name="none")
     assert result["val_loss"] == pytest.approx(math.log(320), abs=0.02)
     assert "nan" not in "".join(str(line) for line in read_log("logs/none.txt"))
+
+
+def test_the_clock_stands_still_during_validation_and_saving_and_the_figures_of_a_line_agree(monkeypatch):
+    module, now = fresh(), [0.0]
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+
+    def passing(seconds, function):
+        def call(*args):
+            now[0] += seconds(*args)
+            return function(*args)
+        return call
+    module.evaluate = passing(lambda *_: 100, module.evaluate)
+    module.Checkpoints.save = passing(lambda *_: 100, module.Checkpoints.save)
+    module.Shards.batch = passing(lambda shards, step, rows: 0.25 if step < 3 else 0.5, module.Shards.batch)  # 4 of them an update
+    module.peak_flops = lambda where: 1e8
+    result = module.main(flags(max_iters=6, eval_interval=2, checkpoint_interval=2, run_name="clock"))
+    lines, clock = read_log("logs/clock.txt"), [1, 2, 3, 5, 7, 9]
+    rows = [line for line in lines if "mfu" in line]
+    flops = module.flops_per_token(configured().Model(320))
+    assert len(rows) == 6 and result["train_time"] == 9
+    for row, step, t in zip(rows, itertools.count(1), clock):
+        rate = 128 if step <= 3 else 64
+        assert (row["train_time"], row["step_avg"]) == (f"{t:.3f}s", f"{1000 * t / step:.2f}ms")
+        assert (row["tokens_per_s"], row["mfu"]) == (f"{rate}", f"{rate * flops / 1e8:.3f}")
+        assert row["time_left"] == f"{(6 - step) * t / step:.0f}s"
+    assert lines[-1]["tokens_per_s"] == f"{6 * 128 / 9:.0f}"
+
+
+def test_on_two_ranks_the_norm_of_the_gradient_and_mfu_are_not_those_of_twice_as_many(ranks):
+    train(run_name="one", max_iters=3, grad_clip=0)
+    one, two = ([line for line in read_log(path) if "mfu" in line] for path in ("logs/one.txt", ranks / "logs/gradient.txt"))
+    assert [float(row["grad_norm"]) for row in two] == pytest.approx([float(row["grad_norm"]) for row in one], rel=0.05)
+    module = configured()
+    flops = module.flops_per_token(module.Model(320))
+    assert [float(row["mfu"]) for row in two] == pytest.approx([float(row["tokens_per_s"]) * flops / 2e6 for row in two], rel=1e-2)
+
+
+def test_durations_and_what_trackers_get_of_them():
+    module, rows = configured(), []
+    assert [module.duration(x) for x in (0.4, 599, 600, 35_999, 36_000)] == ["0s", "599s", "10min", "600min", "10.0h"]
+    log = module.Log(Path("logs/units.txt"), "", 0)
+    log.trackers = [lambda figures, step: rows.append((step, figures))]
+    log("step:3/9 train_time:2.500s step_avg:1.50ms lr:1e-05 mfu:n/a time_left:10min")
+    log("step:4/9 time_left:1.5h"), log("resumed:step:2 world_size:1")
+    assert rows == [(3, dict(train_time=2.5, step_avg=1.5, lr=1e-5, time_left=600)), (4, dict(time_left=5400))]
+
+
+def test_the_event_file_of_a_resumed_run_keeps_the_line_of_its_checkpoint(monkeypatch):
+    module, seen = configured(tensorboard="true"), []
+    fake = SimpleNamespace(SummaryWriter=lambda folder, purge_step: seen.append((folder, purge_step)))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", fake)
+    module.trackers("r", 0), module.trackers("r", 4)
+    assert seen == [("logs/tensorboard/r", None), ("logs/tensorboard/r", 5)]
+
+
+def test_the_log_of_a_run_that_left_no_checkpoint_is_kept():
+    train(run_name="lost", max_iters=1)
+    shutil.rmtree("checkpoints")
+    before = Path("logs/lost.txt").read_bytes()
+    train(run_name="lost", max_iters=1, resume="auto")
+    assert Path("logs/lost.old").read_bytes() == before
+
+
+def test_a_terminal_that_is_gone_does_not_end_the_run(monkeypatch):
+    """A pipe to tee or head, of which stdout and stderr are both ends."""
+    module, moved = configured(), []
+    log = module.Log(Path("logs/gone.txt"), "head\n", 0)
+
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", Gone())
+        patch.setattr(module.os, "dup2", lambda fd, to: moved.append(to))
+        log("step:1/2 a line \udce9")  # the name of a folder may have a byte that is no letter
+    assert Path("logs/gone.txt").read_bytes() == b"head\nstep:1/2 a line \xe9\n" and moved == [1, 2]
 
 
 # ---------------------------------------------------------------------------------------------------------------------- bad input
@@ -881,6 +1094,16 @@ def test_a_gpu_without_memory_gets_one_line(capsys, monkeypatch):
         "--activation_checkpointing=true; the last checkpoint is intact\n")
 
 
+def test_a_machine_without_memory_gets_one_line(capsys, monkeypatch):
+    module = fresh()
+    monkeypatch.setattr(module, "main", lambda argv: torch.empty(10**15))
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py"])
+    assert module.cli() == 1
+    told = capsys.readouterr().err
+    assert "can't allocate memory: you tried to allocate 4000000000000000 bytes" in told and "; lower --micro_batch_size or" in told
+    assert told.count("\n") == 1
+
+
 def test_restarts_without_resume_are_refused(capsys, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     assert "--resume=auto" in fails(capsys, monkeypatch, flags())
@@ -926,7 +1149,7 @@ def test_a_training_graph_that_does_not_compile_runs_eagerly(capfd):
         module.main(flags(compile=True, run_name="broken"))
     finally:
         torch.compiler.set_stance("default")
-    assert capfd.readouterr().err.count("runs uncompiled, so slower: torch.compile failed (BackendCompilerFailed)") == 1
+    assert capfd.readouterr().err.count("runs uncompiled, so slower: torch.compile failed (BackendCompilerFailed: ") == 1
     train(run_name="eager")
     assert losses("logs/broken.txt") == losses("logs/eager.txt")
 
@@ -951,6 +1174,91 @@ def test_every_command_that_is_shown_runs():
         assert module.batch_size % (ranks * (module.micro_batch_size or 1)) == 0, (launch, rest)
         found += 1
     assert found > 12
+
+
+def test_presets_of_an_optimizer_of_their_own_and_their_validation_data():
+    def configured_by(*words):
+        module = fresh()
+        module.PRESETS |= {"mine": dict(optimizer="adamw", dataset="a", val_dataset="b"), "mine/adamw": dict(learning_rate=0.5),
+                           "mine/muon": dict(learning_rate=0.25)}
+        module.configure(["--preset=mine", *words])
+        return module.optimizer, module.learning_rate, module.dataset, module.val_dataset
+    assert configured_by() == ("adamw", 0.5, "a", "b")
+    assert configured_by("--optimizer=muon", "--dataset=c") == ("muon", 0.25, "c", "")
+    assert configured_by("--learning_rate=1", "--dataset=c", "--val_dataset=d") == ("adamw", 1, "c", "d")
+
+
+def test_every_number_has_its_range():
+    module, seen = fresh(), set()
+    for text, bad, names in (
+            ("above 0", (0, -1), "n_layer n_head n_embd block_size batch_size max_skipped rope_base log_interval eval_interval "
+             "checkpoint_interval val_tokens keep_checkpoints timeout_minutes"),
+            ("of at least 0", (-1,), "max_iters micro_batch_size vocab_size learning_rate adam_lr weight_decay grad_clip gamma muon_eps "
+             "ns_steps ns_eps adam_eps warmup_iters sample_tokens threads seed data_seed"),
+            ("in [0, 1)", (-0.5, 1), "momentum beta2 adam_beta1 adam_beta2"), ("in [0, 1]", (-0.5, 1.5), "decay_frac min_lr_frac")):
+        for name in names.split():
+            kept = getattr(module, name)
+            for value in bad:
+                with pytest.raises(module.UserError, match=re.escape(f"--{name}={type(kept)(value)}: expected a number {text}")):
+                    module.configure([f"--{name}={value}"])
+            setattr(module, name, kept)
+            seen.add(name)
+    assert seen == {name for name in module.GLOBALS if type(getattr(module, name)) in (int, float)}
+
+
+def test_averages_that_bf16_would_keep_for_ever_are_refused():
+    for name in ("momentum", "beta2", "adam_beta1", "adam_beta2"):
+        module = fresh()
+        module.configure([f"--{name}=0.999"])
+        module.configure([f"--{name}=0.995", "--param_dtype=bfloat16"])
+        with pytest.raises(module.UserError, match=f"--{name}=0.996: expected a number of at most 0.995 beside --param_dtype=bfloat16"):
+            module.configure([f"--{name}=0.996", "--param_dtype=bfloat16"])
+
+
+def test_the_newest_the_best_and_the_one_being_written_must_fit(monkeypatch):
+    module, free = configured(keep_checkpoints=2), [120]
+    module.memory_estimate = lambda *_, **__: dict(parameters=10, optimizer=20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free[0]))
+    module.check_disk(None, Path("c"))
+    free[0] -= 1
+    with pytest.raises(module.UserError, match="lower --keep_checkpoints"):
+        module.check_disk(None, Path("c"))
+    Path("c/step_00000001.pt").write_bytes(b"x")  # it will be replaced
+    module.check_disk(None, Path("c"))
+
+
+@pytest.mark.parametrize("files, free", [
+    ({}, 2**30), ({"/sys/fs/cgroup/memory.max": "max"}, 2**30), ({"/sys/fs/cgroup/memory.max": "1000000"}, 1e6),
+    ({"/sys/fs/cgroup/memory/memory.limit_in_bytes": "2000000"}, 2e6),
+    ({"/sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712"}, 2**30)])
+def test_the_memory_of_a_container_is_what_it_may_have(files, free, monkeypatch):
+    """Of which each of two ranks has half."""
+    module = configured()
+    files = {"/proc/meminfo": f"MemTotal: 9 kB\nMemAvailable: {2**20} kB\n", **files}
+
+    def read_text(path):
+        if str(path) not in files:
+            raise FileNotFoundError(path)
+        return files[str(path)]
+    monkeypatch.setattr(Path, "read_text", read_text)
+    for need in (free / 2, free / 2 + 1):
+        module.memory_estimate = lambda *_: dict(parameters=need, activations=0)
+        with pytest.raises(module.UserError, match="GiB are needed on cpu") if need > free / 2 else module.contextlib.nullcontext():
+            module.check_memory(None, torch.device("cpu"), 2, 2)
+
+
+def test_a_rank_holds_its_share_of_the_optimizer():
+    module = configured()
+    one, four = (module.memory_estimate(module.Model(64), world=world, gpu=False, bf16=False) for world in (1, 4))
+    assert four["optimizer"] == one["optimizer"] / 4
+
+
+def test_windows_is_told_what_is_expected(monkeypatch, capsys):
+    module = fresh()
+    monkeypatch.setattr(module, "os", SimpleNamespace(name="nt"))
+    assert module.cli() == 1
+    assert capsys.readouterr().err == ("train_gpt.py: error: found Windows, expected Linux or macOS; run it in WSL2, which "
+                                       "`wsl --install` installs\n")
 
 
 # ---------------------------------------------------------------------------------------------------------------------- not finite
@@ -1006,6 +1314,23 @@ def test_a_loss_that_is_not_finite_ends_the_run():
     assert "loss of update 3 is nan" in str(error.value) and f"{float(lines[-1]['train_loss']):.3f}"[:-1] in str(error.value)
     assert "--learning_rate" in str(error.value) and "\n" not in str(error.value)
     assert all(t.isfinite().all() for t in checkpoint("nan", 2)["model"].values())
+
+
+def test_ten_skips_count_only_in_a_row():
+    monitor = fresh().Monitor(0)
+    for step in range(30):
+        monitor.add(step, torch.tensor([1.0, math.inf if step % 2 else 1.0, 0.0]))
+    assert (monitor.skipped, monitor.in_a_row) == (15, 1)
+
+
+def test_a_resumed_run_goes_on_counting_time_and_what_was_left_out():
+    module = fresh()
+    break_backward(module, {1 + 4 * 2 + 1})  # update 2
+    module.main(flags(max_iters=6, checkpoint_interval=4, run_name="first"))
+    train(max_iters=6, run_name="second", resume="checkpoints/first/step_00000004.pt")
+    rows = [line for line in read_log("logs/second.txt") if "lr" in line]
+    assert [row["skipped"] for row in rows] == ["1", "1"] and checkpoint("second", 6)["skipped"] == 1
+    assert float(rows[0]["train_time"][:-1]) >= checkpoint("first", 4)["train_time"] - 5e-4
 
 
 # ---------------------------------------------------------------------------------------------------------------------- checkpoints
@@ -1189,11 +1514,11 @@ def test_saving_does_not_hold_up_training(monkeypatch):
     assert max(np.diff(clock)) < 1.0 and time.perf_counter() - begin > 3  # no update waited for a write
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
 def test_a_signal_saves_and_ends_with_status_0(name, capsys, monkeypatch):
     same = dict(max_iters=6, run_name="signal", resume="auto")
     module = fresh()
-    batch, handlers = module.Shards.batch, [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    batch, handlers = module.Shards.batch, [signal.getsignal(number) for number in module.SIGNALS]
 
     def reading(self, step, rows):
         if step == 3 and rows.start == 0:
@@ -1203,7 +1528,7 @@ def test_a_signal_saves_and_ends_with_status_0(name, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train_gpt.py", *flags(**same)])
     assert module.cli() == 0
     assert f"stopped after update 4 by {name}; go on with the same command and --run_name=signal --resume=auto" in capsys.readouterr().out
-    assert handlers == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    assert handlers == [signal.getsignal(number) for number in module.SIGNALS]
     train(**same)
     train(**{**same, "run_name": "undisturbed"})
     assert_same_bits(checkpoint("signal", 6), checkpoint("undisturbed", 6))
@@ -1211,10 +1536,12 @@ def test_a_signal_saves_and_ends_with_status_0(name, capsys, monkeypatch):
 
 def test_only_a_signal_seconds_after_the_first_interrupts(monkeypatch):
     module, now = fresh(), iter([0.0, 2.0, 4.0])
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {number: signal.getsignal(number) for number in module.SIGNALS}
     monkeypatch.setattr(module.time, "monotonic", lambda: next(now))
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
         stop = module.listen()
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         remember = signal.getsignal(signal.SIGINT)
         remember(signal.SIGINT, None), remember(signal.SIGTERM, None)  # as a terminal and torchrun send them
         with pytest.raises(KeyboardInterrupt):
@@ -1261,6 +1588,86 @@ def test_the_watch_names_the_rank_that_is_dead_or_slow(what, monkeypatch):
     watch.join()
     said = {"silent": "gave no sign of life", "late": "kept the others waiting"}[what]
     assert len(ended) == 1 and ended[0].startswith(f"rank 2 on node2 {said}")
+
+
+def test_a_checkpoint_holds_the_weights_of_its_step_however_long_writing_takes(monkeypatch):
+    module, save = fresh(), torch.save
+    weights = break_backward(module, set())
+    monkeypatch.setattr(module.torch, "save", lambda *what: time.sleep(0.5) or save(*what))
+    module.main(flags(max_iters=4, checkpoint_interval=2, run_name="slow"))
+    assert torch.equal(torch.cat([t.flatten() for t in checkpoint("slow", 2)["model"].values()]), weights[2])
+
+
+def test_a_checkpoint_has_the_validation_loss_of_its_own_step_or_none():
+    module, scores = fresh(), iter([9.0, 1.0, 2.0, 3.0])  # before the first update, then after 2, 4 and 5
+    module.evaluate = lambda *_: (next(scores), 0.5)
+    module.main(flags(max_iters=5, eval_interval=2, checkpoint_interval=1, keep_checkpoints=2, run_name="best"))
+    notes = {path.name: json.loads(path.read_text())["val_loss"] for path in Path("checkpoints/best").glob("*.json")}
+    assert notes == {"step_00000002.json": 1.0, "step_00000004.json": 2.0, "step_00000005.json": 3.0}
+    module, scores = fresh(), iter([9.0, 7.0, 3.0])
+    module.evaluate = lambda *_: (next(scores), 0.5)
+    module.main(flags(max_iters=5, eval_interval=3, checkpoint_interval=1, keep_checkpoints=9, run_name="all"))
+    notes = [json.loads(path.read_text())["val_loss"] for path in sorted(Path("checkpoints/all").glob("*.json"))]
+    assert notes == [None, None, 7.0, None, 3.0]
+
+
+def test_a_checkpoint_whose_validation_loss_is_nan_is_not_the_best():
+    module, scores = fresh(), iter([9.0, math.nan, 2.0, 3.0, 4.0])
+    module.evaluate = lambda *_: (next(scores), 0.5)
+    module.main(flags(max_iters=4, eval_interval=1, checkpoint_interval=1, keep_checkpoints=1, run_name="nan"))
+    assert sorted(path.name for path in Path("checkpoints/nan").glob("*.pt")) == ["step_00000002.pt", "step_00000004.pt"]
+
+
+def test_what_cannot_be_saved_is_told(monkeypatch):
+    module = fresh()
+
+    def save(content, f):
+        raise TypeError("cannot pickle 'generator' object")
+    monkeypatch.setattr(module.torch, "save", save)
+    with pytest.raises(module.UserError, match="could not save a checkpoint in checkpoints/edited: TypeError: cannot pickle 'generator'"):
+        module.main(flags(max_iters=2, run_name="edited"))
+
+
+def test_a_checkpoint_of_the_other_script_is_refused(capsys, monkeypatch):
+    train(run_name="other", max_iters=1)
+    path = Path("checkpoints/other/step_00000001.pt")
+    torch.save({**checkpoint("other", 1), "script": "train_llama.py"}, path)
+    path.with_suffix(".json").write_text(json.dumps(dict(val_loss=None, size=path.stat().st_size, sha256=fresh().sha256(path))))
+    told = fails(capsys, monkeypatch, flags(max_iters=1, resume=path))
+    assert "is not a checkpoint of train_gpt.py (ValueError: it is of train_llama.py)" in told
+
+
+def test_a_resumed_run_initialises_nothing():
+    train(run_name="whole", max_iters=4, checkpoint_interval=2)
+    module = fresh()
+    module.initialise = None
+    module.main(flags(run_name="half", max_iters=4, resume="checkpoints/whole/step_00000002.pt"))
+    assert_same_bits(checkpoint("half", 4), checkpoint("whole", 4))
+
+
+def test_two_processes_do_not_write_one_run(capsys, monkeypatch):
+    same = dict(run_name="twice", max_iters=2, resume="auto", timeout_minutes=0.01, allow_change=True)
+    train(**same)
+    other = os.open("checkpoints/twice", os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    before = {path: path.read_bytes() for path in [*Path("checkpoints/twice").iterdir(), Path("logs/twice.txt")]}
+    told = fails(capsys, monkeypatch, flags(**{**same, "max_iters": 4}))
+    assert "another process writes to checkpoints/twice; wait for its end" in told
+    assert before == {path: path.read_bytes() for path in [*Path("checkpoints/twice").iterdir(), Path("logs/twice.txt")]}
+    threading.Timer(0.5, os.close, [other]).start()
+    assert train(**{**same, "timeout_minutes": 1, "max_iters": 4})["step"] == 4  # it has waited
+
+
+def test_a_file_system_that_cannot_sync_folders_will_do(monkeypatch):
+    module, fsync = fresh(), os.fsync
+
+    def refusing(fd):
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fsync(fd)
+    monkeypatch.setattr(module.os, "fsync", refusing)
+    module.main(flags(run_name="fs", max_iters=1))
+    assert checkpoint("fs", 1)["step"] == 1
 
 
 if __name__ == "__main__":
