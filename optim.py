@@ -454,10 +454,11 @@ class _Sharded(torch.optim.Optimizer):
         whole = mine
         if _world() > 1:
             whole = mine.new_empty(len(self._units(p)), *mine.shape[1:])
-            start, stop = self._ranges[p][_rank()]
-            whole[start:stop] = mine
-            for _, start, stop, units in self._exchange([p], [mine])():
-                whole[start:stop] = units
+            for r, (start, stop) in enumerate(self._ranges[p]):
+                if r == _rank():
+                    whole[start:stop] = mine
+                if stop > start:  # a matrix has one owner: an all-gather would send as many times its size as there are ranks
+                    dist.broadcast(whole[start:stop].view(-1).view(torch.uint8), r)
         return whole.view(self._whole_shape(p, mine))
 
     @torch.no_grad()
@@ -541,7 +542,8 @@ class Muon(_Sharded):
         for learning rates tuned for AdamW; and "frobenius" s = 0.2 √(mn) / |O|_F, AdaMuon's own.
     variant: a key of VARIANTS. gamma (γ) is read by muon-nsr and muon-nsr-post, beta2 (β₂) by normuon and muon2.
     momentum: β, in [0, 1). weight_decay: λ, decoupled, multiplied by η but not by s. eps: ε of the gates.
-    ns_steps, ns_eps, ns_dtype: as in newton_schulz. state_dtype: of all buffers; default fp32 (fp64 for fp64 parameters).
+    ns_steps, ns_eps, ns_dtype: as in newton_schulz. state_dtype: of all buffers; default fp32 (fp64 for fp64 parameters). In bf16 an
+        average whose β is above 0.995 stalls, because β times it is rounded back to it.
     stochastic_rounding: for bf16 parameters, so that updates below their resolution count on average.
     Every argument may differ between parameter groups. Raises ValueError for what it cannot optimize.
     """
@@ -665,7 +667,8 @@ class Muon(_Sharded):
 class AdamW(_Sharded):
     """AdamW for everything that is not a matrix inside the network, with the sharding, the state dicts, the bf16 options and
     the treatment of non-finite gradients that Muon has. Tensors are split over the ranks by rows; a vector is one row. Defaults as
-    in torch.optim.AdamW, state names too. On a CPU fp32 and fp64 go through torch's fused kernel, whatever `compile` says."""
+    in torch.optim.AdamW, state names too: with state_dtype bf16 give a β₂ of at most 0.995, as for Muon. On a CPU fp32 and fp64 go
+    through torch's fused kernel, whatever `compile` says."""
 
     def __init__(self, params, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
                  weight_decay: float = 0.01, state_dtype: torch.dtype | None = None, stochastic_rounding: bool = False,
