@@ -521,7 +521,7 @@ def build(args, source, found, tokenizer, inputs, splits, limit=None, fetch=None
         full = bool(limit) and counted["tokens"] >= limit[1]
         bar = tqdm(desc=args.name, total=limit[1] if limit else size, unit="tok" if limit else "B", unit_scale=True,
                    initial=counted["tokens"] or sum(item["size"] for item in inputs[:state["at"][0]]),
-                   delay=0.5, mininterval=0.1 if sys.stderr.isatty() else 1)
+                   delay=0.5, mininterval=0.1 if sys.stderr and sys.stderr.isatty() else 1, disable=not sys.stderr)
         try:
             while not full:
                 while len(queue) < (2 * workers if workers > 1 else 1) and (job := next(jobs, None)):
@@ -534,7 +534,7 @@ def build(args, source, found, tokenizer, inputs, splits, limit=None, fetch=None
                 table, before = wait(), counted["tokens"]
                 full = take(folder, part, table, state, limit, codec)
                 state.update(at=at, seen=seen[at[0] + (at[1] > 0)])
-                write_json(folder / "state.json", state)
+                write_json(folder / "state.json", state, indent=None)  # often: json takes three times as long to indent
                 for split in SPLITS:
                     part.with_suffix(f".{split}").unlink()
                 bar.update(counted["tokens"] - before if limit else unit_size)
@@ -710,7 +710,8 @@ def locked(folder):
 def sync(folder):
     """Let the names in `folder` survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
-    os.fsync(descriptor)
+    with contextlib.suppress(OSError):  # some file systems cannot
+        os.fsync(descriptor)
     os.close(descriptor)
 
 
@@ -718,10 +719,10 @@ def read_json(path):
     return json.loads(Path(path).read_text())
 
 
-def write_json(path, thing):
+def write_json(path, thing, indent=1):
     """A file that appears at `path` whole or not at all."""
     with open(f"{path}.tmp", "wb") as f:
-        f.write(json.dumps(thing, indent=1).encode() + b"\n")
+        f.write(json.dumps(thing, indent=indent).encode() + b"\n")
         f.flush()
         os.fsync(f.fileno())
     os.replace(f"{path}.tmp", path)
@@ -915,7 +916,8 @@ def existing(args, source, tokenizer, files=()):
         if file["mtime"] > made:
             raise UserError(f"{folder} is older than {file['path']}", "files that did not change", mend)
     check_shards(folder, manifest)
-    tidy(folder)  # in case a run was killed after its last step but one
+    with contextlib.suppress(OSError):  # where nothing can be written nothing is left over
+        tidy(folder)  # in case a run was killed after its last step but one
     print(f"{folder} is complete already: nothing to do")
     return manifest
 
@@ -1097,6 +1099,11 @@ def main(argv):
 
 
 def cli():
+    if os.name == "nt":
+        print("prepare.py: error: found Windows, expected Linux or macOS; run it in WSL2, which `wsl --install` installs", file=sys.stderr)
+        return 1
+    with contextlib.suppress(AttributeError):  # a text may have letters that the terminal has not
+        sys.stdout.reconfigure(errors="replace")
     try:
         main(sys.argv[1:])
         print(end="", flush=True)  # at exit it would be too late for the BrokenPipeError below

@@ -9,6 +9,7 @@ PREPARE_SLOW_TESTS=1 runs the memory test of gpt2 on 300 MB instead of 24 MB.
 import contextlib
 import errno
 import gzip
+import hashlib
 import http.server
 import json
 import os
@@ -22,6 +23,7 @@ import sys
 import sysconfig
 import threading
 import time
+import types
 import urllib.parse
 
 import numpy as np
@@ -480,11 +482,11 @@ def test_files_may_change_until_they_are_read(monkeypatch):
     monkeypatch.setattr(prepare, "SHARD_TOKENS", 1000)
     write_json, calls = prepare.write_json, []
 
-    def interrupted(path, thing):
+    def interrupted(path, thing, **how):
         calls.append(path)
         if len(calls) == 2:  # two units are in the shards, one is accounted for
             raise KeyboardInterrupt
-        write_json(path, thing)
+        write_json(path, thing, **how)
     monkeypatch.setattr(prepare, "write_json", interrupted)
     with pytest.raises(KeyboardInterrupt):
         text("in")
@@ -1203,3 +1205,139 @@ def test_a_repository_of_another_layout(hub):
     write(hub.root / "allenai/c4/README.md", "nothing else")
     out = from_hub(hub, "c4", "--tokenizer", "bytes")
     assert out.returncode == 1 and len(out.stderr.splitlines()) == 1, out.stderr
+
+
+def test_what_validates_is_told_by_a_hash_that_never_changes(monkeypatch):
+    """Another one would be another default dataset: that of the records could not be made again."""
+    def share(data):
+        return int.from_bytes(hashlib.blake2b(data.encode(), digest_size=8).digest(), "big") / 2**64
+    for i in range(1000):
+        write(f"lib/{i}.py", f"{i}")
+    monkeypatch.setattr(prepare.sysconfig, "get_paths", lambda: {"stdlib": "lib"})
+    prepare.main(["--workers", "1"])
+    assert texts("pysrc", "val") == sorted(str(i) for i in range(1000) if share(f"{i}.py") < 0.02)
+    rows = [f"{i % 7:0950}{i:0100}" for i in range(300)]  # of a record the first 1000 characters count
+    write("r.jsonl", jsonl(rows))
+    text("r.jsonl", val_fraction=0.1)
+    assert texts("mine", "val") == [row for i, row in enumerate(rows) if i == 0 or share(row[:1000]) < 0.1]
+    for i in range(5):
+        write(f"few/{i}.md", f"{i}")
+    text("few", name="few", val_fraction=1e-9)
+    assert texts("few", "val") == [min("01234", key=lambda i: share(f"{i}.md"))]
+
+
+def test_an_interruption_between_two_files_keeps_the_count_of_documents(hub):
+    train, val = lay_out(hub, "fineweb")
+    stop = """
+write_json = prepare.write_json
+def interrupted(path, thing, **how):
+    write_json(path, thing, **how)
+    if thing.get("at", [0])[:2] == [1, 0]: raise KeyboardInterrupt
+prepare.write_json = interrupted"""
+    assert from_hub(hub, "fineweb", "--tokenizer", "bytes", setup=SMALL + stop).returncode == 130
+    assert from_hub(hub, "fineweb", "--tokenizer", "bytes", setup=SMALL).returncode == 0
+    assert texts("fineweb", "train") == train and texts("fineweb", "val") == val
+
+
+def test_a_file_that_was_read_in_part_may_not_change(monkeypatch):
+    write("in/a.jsonl", jsonl(sentences(60)))
+    monkeypatch.setattr(prepare, "UNIT", 4000)
+    write_json = prepare.write_json
+
+    def interrupted(*args, **how):
+        write_json(*args, **how)
+        raise KeyboardInterrupt
+    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
+        m.setattr(prepare, "write_json", interrupted)
+        text("in")
+    os.utime("in/a.jsonl")
+    refused("its files changed", "rm -r", *TEXT, left=["mine.partial"])
+
+
+def test_of_a_parquet_file_in_parts_one_document_is_the_first(monkeypatch):
+    rows = sentences(60, 3)
+    write_parquet("in/a.parquet", rows)
+    monkeypatch.setattr(prepare, "UNIT", 4000)
+    text("in", val_fraction=1e-9)
+    assert texts("mine", "val") == rows[:1] and texts("mine", "train") == rows[1:]
+
+
+def test_the_first_id_beyond_the_vocabulary_is_beyond_it(dataset):
+    write("a/train.bin", np.array([65] * 300 + [257], "<u2").tobytes())
+    refused("holds the id 257", "--tokenizer", "import", "a/train.bin", "--name", "b", "--tokenizer", "bytes", "--workers", "1",
+            left=["mine"])
+    shard, manifest = dataset / "mine_val_000000.bin", json.loads((dataset / "manifest.json").read_text())
+    ids = np.fromfile(shard, "<u2")
+    ids[600] = 257
+    ids.tofile(shard)
+    crc = prepare.scan(shard, 256)[0]
+    ids[10:12] = np.array([crc], "<u4").view("<u2")
+    ids.tofile(shard)
+    manifest["shards"][-1].update(crc32=f"{crc:08x}", sha256=prepare.sha256(shard))
+    (dataset / "manifest.json").write_text(json.dumps(manifest))
+    refused("its highest id is 257; expected 256", "rm -r", "verify", "mine", left=["mine"])
+
+
+def test_the_limit_is_of_the_split_that_there_is_and_a_disk_too_small_for_it_is_told(hub):
+    _, val = lay_out(hub, "c4")
+    assert from_hub(hub, "c4", "--tokenizer", "bytes", "--tokens", "1000", setup=SMALL).returncode == 0
+    found = texts("c4", "val")
+    assert found == val[:len(found)] and len(tokens("c4", "val")) >= 1000 > sum(len(row.encode()) + 1 for row in found[:-1])
+    out = from_hub(hub, "c4", "--tokenizer", "bytes", "--tokens", "900T", "--name", "more", setup=SMALL)
+    assert out.returncode == 1 and "expected 1800000.0 GB at least" in out.stderr
+
+
+@pytest.mark.parametrize("written, count", [("10B", 10**10), ("500M", 5 * 10**8), ("1.5k", 1500), ("1T", 10**12), ("1_000_000", 10**6)])
+def test_numbers_of_tokens(written, count):
+    assert prepare.parse(["fineweb", "--tokens", written]).tokens == count
+
+
+def test_what_is_given_twice_counts_once_and_a_row_without_text_is_an_empty_document():
+    rows = sentences(9)
+    write_parquet("in/a.parquet", [*rows, None])
+    text("in", "in/a.parquet", val_fraction=0)
+    assert texts("mine", "train") == [*rows, ""]
+
+
+@pytest.mark.parametrize("n, told", [(255, True), (256, False)])
+def test_less_than_a_window_to_validate_on_is_told(n, told, capsys):
+    write("nano/train.bin", np.full(1000, 65, "<u2").tobytes())
+    write("nano/val.bin", np.full(n + 1, 65, "<u2").tobytes())
+    prepare.main(["import", "nano", "--tokenizer", "bytes", "--workers", "1"])
+    assert (f"note: {n + 1} tokens to validate on" in capsys.readouterr().out) == told
+
+
+def test_without_a_terminal_to_write_to_a_dataset_is_made():
+    write("in/a.jsonl", jsonl(["one", "two"]))
+    done = subprocess.run(["sh", "-c", '"$@" 2>&-', "sh", sys.executable, SCRIPT, *TEXT, "--tokenizer", "bytes", "--workers", "1"])
+    assert done.returncode == 0 and sorted(texts("mine", "train") + texts("mine", "val")) == ["one", "two"]
+
+
+def test_a_complete_dataset_where_nothing_can_be_written_is_complete(dataset, monkeypatch, capsys):
+    before = contents(dataset)
+
+    def refusing(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system")
+    for name in ("unlink", "rmdir"):
+        monkeypatch.setattr(pathlib.Path, name, refusing)
+    monkeypatch.setattr(prepare.shutil, "rmtree", refusing)
+    prepare.main(TEXT)
+    assert "is complete already" in capsys.readouterr().out and contents(dataset) == before
+
+
+def test_a_file_system_that_cannot_sync_folders_will_do(monkeypatch):
+    fsync = os.fsync
+
+    def refusing(descriptor):
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fsync(descriptor)
+    monkeypatch.setattr(os, "fsync", refusing)
+    write("in/a.jsonl", jsonl(["one", "two"]))
+    text("in")
+    assert sorted(texts("mine", "train") + texts("mine", "val")) == ["one", "two"]
+
+
+def test_windows_is_told_what_is_expected(monkeypatch, capsys):
+    monkeypatch.setattr(prepare, "os", types.SimpleNamespace(name="nt"))
+    assert prepare.cli() == 1 and capsys.readouterr().err.startswith("prepare.py: error: found Windows, expected Linux or macOS; run it in")
