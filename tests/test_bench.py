@@ -60,6 +60,20 @@ def test_ratio_and_share_of_the_rate_by_hand(bench):
     assert [fast[i] for i in shown] == ["100", "1000.0", "2.00", "100.0 %"]
 
 
+def test_medians_over_the_rounds_by_hand(bench):
+    """Neither means nor the warm-up; two ranks have twice the peak."""
+    rows = [bench.Row(i, title, dict(kind="ours", folder="."), ranks) for i, (title, ranks) in enumerate((("slow", 1), ("fast", 2)))]
+    for row, seconds in zip(rows, ((90.0, 1.0, 2.0, 6.0), (1.0, 1.0, 0.5, 6.0))):
+        row.blocks = [dict(seconds=s, phases={}, threads=1, flops=3e6, hardware_peak=150e6) for s in seconds]
+    assert bench.ratio(rows[1], rows[0]) == 1 and bench.ratio(rows[0], rows[0]) == 1
+    rows[1].blocks[3] = rows[1].blocks[1]
+    assert bench.ratio(rows[1], rows[0]) == 4 and bench.ratio(rows[0], rows[1]) == 0.25
+    head, _, slow, fast = [line.strip("| ").split(" | ") for line in bench.table(rows, 100, None).splitlines()]
+    shown = [head.index(title) for title in ("tokens/s", "lowest-highest block", "ms/update", "x slow", "MFU")]
+    assert [slow[i] for i in shown] == ["50", "17-100", "2000.0", "1.00", "100.0 %"]
+    assert [fast[i] for i in shown] == ["100", "100-200", "1000.0", "4.00", "100.0 %"]
+
+
 def test_ratio_and_rate_of_optimizers_by_hand(steps, monkeypatch):
     """torch's step takes 2 s, ours 4 s, and one step's products of one of the three matrices 1 s: 3 x 5 of these in 2 s and in 4 s."""
     monkeypatch.setattr(steps, "seconds", lambda device, function: {steps.optim.Muon: 4.0, torch.optim.Muon: 2.0}.get(
@@ -108,6 +122,25 @@ def test_a_block_is_its_updates_but_the_first(bench, tmp_path):
     block = clock.block()
     assert block["seconds"] == 15 and sum(block["phases"].values()) == 15
     assert block["phases"] == {"other": 0.75, "data": 1.75, "forward": 6.5, "backward": 6.0}
+
+
+def test_a_block_has_its_updates_and_products_their_operations(bench, tmp_path):
+    job = dict(row="r", folder=str(tmp_path), bench=os.getpid(), updates=3, warmup=7, rounds=1, bf16=False)
+    clock = bench.Clock(job, torch.device("cpu"))
+    for clock.round, left in ((0, 8), (1, 4)):
+        (tmp_path / "turn").write_text(f"r {clock.round}")
+        clock.wait()
+        assert clock.left == left
+    t = fresh()
+    t.configure([*SMALL, "--micro_batch_size=4"])
+
+    def update():
+        raise bench.Done
+    clock.update = update
+    with pytest.raises(bench.Done):
+        bench.multiply(t, job, torch.device("cpu"), clock)
+    weights = 4 * 32 * 32 + 2 * 4 * 32 * 32 + 320 * 32  # attention, MLP, head
+    assert clock.facts() == {"flops": 6 * 4 * 32 * weights}
 
 
 @pytest.mark.parametrize("flags, message", [
@@ -247,6 +280,20 @@ def test_state_rate_and_order_of_the_rounds(steps, monkeypatch):
     assert steps.standard_flops([(2, 3), (3, 2)]) == 2 * 5 * (2 * 2 * 2 * 3 + 2 * 2**3 + 2 * 2 * 2 * 3)
     multiply, flops = steps.product_seconds([(2, 3), (3, 2), (4, 4)], "cpu")
     assert multiply() is None and flops == (4 * 12 + 2 * 8) + (4 * 64 + 2 * 64)
+
+
+def test_medians_of_optimizers_by_hand(steps, monkeypatch):
+    """torch takes 1, 2, 6 ms in three rounds, ours 2, 8, 6 ms, the products 1, 1, 9 ms; two ranks have twice their rate."""
+    times = {torch.optim.Muon: [1, 2, 6], steps.optim.Muon: [2, 8, 6], type(None): [1, 1, 9]}
+
+    def seconds(device, function):
+        monkeypatch.setattr(steps.optim, "_world", lambda: 2)
+        return times[type(getattr(function, "__self__", None))].pop(0) / 1000
+    monkeypatch.setattr(steps, "seconds", seconds)
+    text = steps.main(["--shapes=256x512", "--rounds=3", "--warmup=1", "--device=cpu", "--optimizers=muon,torch", "--markdown"])
+    cells = [line.strip("| ").split(" | ") for line in text.splitlines()[-2:]]
+    assert [row[1:5] for row in cells] == [["6.0", "2.000", "0.140", "42 %"], ["2.0", "1.000", "0.419", "125 %"]]
+    assert "products of these shapes: 0.336 TFLOP/s" in text and "ratio to torch.optim.Muon" in text
 
 
 def test_the_shapes_of_a_preset(steps):

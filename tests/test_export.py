@@ -275,6 +275,38 @@ def test_llama2_without_its_file_says_where_to_get_it(monkeypatch, tmp_path):
         export_hf.build_tokenizer("llama2", 64, tmp_path / "some.model")
 
 
+def test_best_and_what_the_files_of_an_export_say(run, tmp_path, capsys):
+    folder = shutil.copytree(run("gpt"), tmp_path / "gpt")
+    note = folder / "step_00000002.json"
+    note.write_text(json.dumps(json.loads(note.read_text()) | {"val_loss": 0.1}))
+    export_hf.main([str(folder), "--best", "--out", str(tmp_path / "best")])
+    assert "step_00000002.pt: step 2 of train_gpt.py" in capsys.readouterr().out
+    state = export_hf.load_checkpoint(folder, best=True)[1]["model"]
+    assert torch.equal(sample.load(folder, best=True)[0].get_input_embeddings().weight, state["embed.weight"][:257])
+    for name, more in (("gpt", {"rotary_pct": 1.0, "rotary_emb_base": 500.0}), ("llama", {"rope_theta": 500.0})):  # for older transformers
+        config = json.loads((exported(run, name) / "config.json").read_text())
+        assert config.items() >= (more | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 256)).items()
+        assert AutoTokenizer.from_pretrained(Path("hf", name)).model_max_length == 32
+
+
+def test_the_export_is_compared_on_the_data_that_validated(run, monkeypatch):
+    _, saved, module = export_hf.load_checkpoint(run("llama"))
+    write_data(Path("data/other"), "bytes")
+    for file in Path("data/other").glob("*.bin"):
+        file.rename(file.with_name(file.name.replace("bytes", "other")))
+    monkeypatch.setattr(module, "val_dataset", "other")
+    ids, source = export_hf.real_text(saved, module, None)
+    assert ids.shape == (2, 32) and source == "other's validation data"
+
+
+def test_a_checkpoint_that_diverged_is_not_the_best(run, tmp_path):
+    folder = shutil.copytree(run("gpt"), tmp_path / "gpt")
+    newest, older = folder / "step_00000004.pt", folder / "step_00000002.pt"
+    note = json.loads(newest.with_suffix(".json").read_text())
+    newest.with_suffix(".json").write_text(json.dumps(note | {"val_loss": float("nan")}))
+    assert export_hf.load_checkpoint(folder, best=True)[0] == older
+
+
 # ---------------------------------------------------------------------------------------------------------------------- tokenizers
 def texts() -> list[str]:
     rng = random.Random(0)
@@ -403,6 +435,21 @@ def test_bad_input_to_sample_is_one_line(run, monkeypatch, capsys):
     assert "invalid float value" in fails(capsys, sample, [run("gpt"), "--temperature=hot"])
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert "pip install transformers" in fails(capsys, sample, [run("gpt")])
+
+
+def test_a_prompt_stands_behind_an_end_of_text_and_flags_reach_the_draw(run, monkeypatch):
+    seen = []
+
+    def generate(model, ids, max_new_tokens, pick):
+        torch.manual_seed(0)
+        seen.append((ids, max_new_tokens, {pick(torch.tensor([0.0, 0.1, 0.0])) for _ in range(50)}, model.dtype))
+        return []
+    monkeypatch.setattr(sample, "generate", generate)
+    sample.main([str(exported(run, "bf16")), "ab", "", "--max_new_tokens=7", "--temperature=0", "--device=cpu"])
+    assert seen == [([256, 97, 98], 7, {1}, torch.float32), ([256], 7, {1}, torch.float32)]
+    seen.clear()
+    sample.main([str(run("gpt")), "--temperature=100", "--top_k=2", "--device=cpu"])
+    assert seen[0][1] == 300 and len(seen[0][2]) == 2 and 1 in seen[0][2]
 
 
 # ---------------------------------------------------------------------------------------------------------------------- tracking

@@ -655,3 +655,66 @@ def test_a_record_leaves_out_no_seed_and_shares_all_settings(tmp_path, run, chan
     status, out, _ = run("--check-record")
     failed = [line for line in out.splitlines() if line.startswith("FAIL")]
     assert status == 1 and len(failed) == 1 and failed[0].endswith(f"[{found}]")
+
+
+def test_a_mean_below_the_target_may_be_luck(tmp_path, run):
+    record_logs(tmp_path / "logs", losses=(1.084, 1.156))       # p = 0.03
+    status, out, _ = run("--check-record")
+    assert status == 1 and [line[:30] for line in out.splitlines() if line.startswith("FAIL")] == ["FAIL  Mean final validation lo"]
+
+
+def test_zeroshot_of_another_version_or_of_a_part_is_told(tmp_path, run):
+    data = json.loads(harness({"race": 0.5, "piqa": 0.5}))
+    data["versions"]["race"], data["n-samples"]["piqa"]["effective"] = 1.0, 10
+    _, _, err = run("--zeroshot", write(tmp_path, "a.json", json.dumps(data)), logs=False)
+    assert "race has version 1.0, the paper's has 2" in err and "piqa has samples 10, the paper's has 100" in err
+
+
+def test_what_the_figures_and_the_curves_hold(tmp_path, run, logs, monkeypatch):
+    drawn, bars, axes = [], [], pytest.importorskip("matplotlib.axes").Axes
+    plot, errorbar = axes.plot, axes.errorbar
+    monkeypatch.setattr(axes, "plot", lambda ax, x, y, *more, **how: drawn.append((x, y)) or plot(ax, x, y, *more, **how))
+    monkeypatch.setattr(axes, "errorbar", lambda ax, x, y, *more, **how: bars.append((x, y)) or errorbar(ax, x, y, *more, **how))
+    write(logs, "g.txt", log_text("muon-nsr", 1, (5.0, 3.0, 2.0, 1.5, 1.2, 1.3), run_name="g", gamma=1.0))
+    run(draw=True)
+    mean, half = np.mean(LOSSES["muon"]), stats.t.ppf(0.975, 2) * np.std(LOSSES["muon"], ddof=1) / math.sqrt(3)
+    steps, time, last, accuracy, train = drawn[:20:4]        # five figures of four rows, muon's the first
+    for (x, y), a, b in ((steps, [100, 200, 300, 400, 500], [3, 2, 1.5, 1.2, mean]), (time, [1, 2, 3, 4, 5], [3, 2, 1.5, 1.2, mean]),
+                         (last, [400, 500], [1.2, mean]), (accuracy, [100, 200, 300, 400, 500], [0.1, 0.2, 0.3, 0.4, 0.5])):
+        assert (list(x), list(y)) == (pytest.approx(a), pytest.approx(b))
+    assert list(train[0]) == pytest.approx([1, 2, 3, 4, 5]) and train[1][1] == pytest.approx((3 / 16 + 2) / (1 / 16 + 1))  # four half-lives
+    assert [list(x) for x in bars[0]] == [[1, 1000], pytest.approx([1.3, np.mean(LOSSES["muon-nsr"])])]
+    row = rows_of(tmp_path / "out/curves.csv")[5]
+    assert [float(row[k]) for k in ("step", "train time", "val loss", "val loss ±")] == pytest.approx([500, 5, mean, half])
+
+
+def test_a_finished_run_that_was_prolonged_is_read_to_its_end(capsys):
+    text = log_text(sample="a sample\n") + ("resumed:step:500\nstep:600/600 val_loss:0.90000 train_time:6.000s val_acc:0.6000\n"
+                                            "final val_loss:0.90000 peak_memory_mib:950\n")
+    run = report.read_log("a.txt", text)
+    assert (run.budget, run.final_loss, run.memory["peak_memory_mib"]) == (600, 0.9, 950)
+
+
+def test_compiled_or_not_tells_times_apart(tmp_path, run, logs):
+    write(logs, "eager.txt", log_text("muon", 4, compile=False))
+    assert "of unlike compile; their times and peak memory are left out" in run()[2]
+    assert rows_of(tmp_path / "out/cost.csv")[0]["ms/update"] == "nan"
+
+
+def test_shares_are_of_the_baselines_budget_and_no_curve_goes_on_behind_its_end(tmp_path, run):
+    for folder, steps in ("a", 100), ("b", 200), ("c", 300):
+        lines = [f"step:0/{steps} val_loss:10.0 train_time:0ms", f"step:{steps}/{steps} val_loss:2.0 train_time:900ms", ""]
+        write(tmp_path / f"logs/{folder}", "1.log", "\n".join([f"code {folder}", SEPARATOR, "env", SEPARATOR, *lines]))
+    run("--baseline", "b")
+    found = [[float(row[f"{p} %"]) for p in report.CHECKPOINTS] for row in rows_of(tmp_path / "out/checkpoints.csv")]
+    assert found[0] == pytest.approx([6.8, 3.6, *[math.nan] * 3], nan_ok=True) and found[1] == pytest.approx([8.4, 6.8, 5.2, 3.6, 2])
+    assert rows_of(tmp_path / "out/final.csv")[0]["top-1 acc"] == "nan"
+
+
+def test_differences_that_are_all_the_same_have_no_p(tmp_path, run):
+    for optimizer, finals in ("muon", (1.0, 1.5)), ("muon-vs", (0.5, 1.0)):
+        for seed, final in enumerate(finals, 1):
+            write(tmp_path / "logs", f"{optimizer}-{seed}.txt", log_text(optimizer, seed, (5.0, 2.0, final)))
+    run()
+    row, = rows_of(tmp_path / "out/paired.csv")
+    assert (row["n"], row["difference"], row["p"]) == ("2", "0.5", "nan")

@@ -211,3 +211,34 @@ def test_mistakes_are_one_line(fake, args, message):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.startswith("sweep.py: error: ") and message in done.stderr
     assert done.stderr.count("\n") == 1 and not (fake / "logs").exists()
+
+
+def test_ranks_share_the_cores_of_their_job(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
+    assert sweep.places(2, 2, []) == [([0, 1, 2, 3], {"OMP_NUM_THREADS": "2"}), ([4, 5, 6, 7], {"OMP_NUM_THREADS": "2"})]
+
+
+def test_without_a_final_line_a_run_has_failed(fake, capsys):
+    (fake / "train_quits.py").write_text("import sys\nprint('train_quits.py: error: why\\ntorchrun: more')\nsys.exit(len(sys.argv) > 4)\n")
+    for flags, told in ((["--seed=1"], "[1/1, 0 min left]: train_quits.py: error: why"),
+                        (["--seed=1", "--a=1"], "train_quits.py: error: why  (see")):
+        assert sweep.main(["train_quits.py", *flags]) == 1
+        out, err = capsys.readouterr()
+        assert told in err and "  [0/1]\n" in out and out.endswith(", 1 failed\n  " + err.split()[1] + "\n")
+
+
+def test_the_share_of_a_run(tmp_path):
+    (tmp_path / "a.txt").write_text("step:1/4 val_loss:1.0\nstep:3/4 val_loss:1.0\n")
+    assert sweep.Run("a", tmp_path / "a.txt", []).share() == 0.75
+
+
+def test_gpus_are_counted_once_and_left_alone_by_a_cpu_run(fake, monkeypatch, capsys):
+    monkeypatch.undo()
+    monkeypatch.chdir(fake)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (fake / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 (UUID: GPU-1)\n  MIG 1g.10gb Device 0: (UUID: MIG-1)'\n")
+    os.chmod("nvidia-smi", 0o755)
+    monkeypatch.setenv("PATH", f"{fake}:{os.environ['PATH']}")
+    assert sweep.gpus() == ["0"]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    assert sweep.main(["train_fake.py", "--device=cpu", "--jobs=2", "--dry_run"]) == 0

@@ -72,7 +72,7 @@ def load_checkpoint(path, best=False):
     if path.is_dir():
         files = sorted(path.glob("step_*.pt"), reverse=True)
         if best:
-            files.sort(key=lambda f: math.inf if (loss := (format.read_note(f) or {}).get("val_loss")) is None else loss)
+            files.sort(key=lambda f: loss if math.isfinite(loss := (format.read_note(f) or {}).get("val_loss") or math.nan) else math.inf)
     elif not path.exists():
         raise UserError(f"{path} does not exist; expected a run's folder or a file of it, such as checkpoints/RUN/step_00000600.pt")
     for file in files:
