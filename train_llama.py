@@ -994,7 +994,7 @@ class Log:
         try:
             print(line, flush=True)
         except OSError:  # who read it, such as tee or a terminal, is gone, and the file has it all
-            for fd in (1, 2):
+            for fd in (1, 2) if os.path.sameopenfile(1, 2) else (1,):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
         data = (line + "\n").encode(errors="surrogateescape")
         try:

@@ -868,9 +868,11 @@ def test_the_clock_stands_still_during_validation_and_saving_and_the_figures_of_
 
 
 def test_on_two_ranks_the_norm_of_the_gradient_and_mfu_are_not_those_of_twice_as_many(ranks):
-    train(run_name="one", max_iters=3, grad_clip=0)
+    module = fresh()
+    record(module, {})
+    module.main(flags(run_name="one", max_iters=3, grad_clip=0))
     one, two = ([line for line in read_log(path) if "mfu" in line] for path in ("logs/one.txt", ranks / "logs/gradient.txt"))
-    assert [float(row["grad_norm"]) for row in two] == pytest.approx([float(row["grad_norm"]) for row in one], rel=0.05)
+    assert [float(row["grad_norm"]) for row in two] == pytest.approx([float(row["grad_norm"]) for row in one], abs=2e-4)
     module = configured()
     flops = module.flops_per_token(module.Model(320))
     assert [float(row["mfu"]) for row in two] == pytest.approx([float(row["tokens_per_s"]) * flops / 2e6 for row in two], rel=1e-2)
@@ -902,8 +904,9 @@ def test_the_log_of_a_run_that_left_no_checkpoint_is_kept():
     assert Path("logs/lost.old").read_bytes() == before
 
 
-def test_a_terminal_that_is_gone_does_not_end_the_run(monkeypatch):
-    """A pipe to tee or head, of which stdout and stderr are both ends."""
+@pytest.mark.parametrize("same", [True, False])
+def test_a_terminal_that_is_gone_does_not_end_the_run(same, monkeypatch):
+    """Or a pipe to tee or head, into which stderr goes too or not."""
     module, moved = configured(), []
     log = module.Log(Path("logs/gone.txt"), "head\n", 0)
 
@@ -913,8 +916,9 @@ def test_a_terminal_that_is_gone_does_not_end_the_run(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", Gone())
         patch.setattr(module.os, "dup2", lambda fd, to: moved.append(to))
+        patch.setattr(module.os.path, "sameopenfile", lambda a, b: same)
         log("step:1/2 a line \udce9")  # the name of a folder may have a byte that is no letter
-    assert Path("logs/gone.txt").read_bytes() == b"head\nstep:1/2 a line \xe9\n" and moved == [1, 2]
+    assert Path("logs/gone.txt").read_bytes() == b"head\nstep:1/2 a line \xe9\n" and moved == ([1, 2] if same else [1])
 
 
 # ---------------------------------------------------------------------------------------------------------------------- bad input
