@@ -543,7 +543,7 @@ class Muon(_Sharded):
     variant: a key of VARIANTS. gamma (γ) is read by muon-nsr and muon-nsr-post, beta2 (β₂) by normuon and muon2.
     momentum: β, in [0, 1). weight_decay: λ, decoupled, multiplied by η but not by s. eps: ε of the gates.
     ns_steps, ns_eps, ns_dtype: as in newton_schulz. state_dtype: of all buffers; default fp32 (fp64 for fp64 parameters). In bf16 an
-        average whose β is above 0.995 stalls, because β times it is rounded back to it.
+        average whose β is above 0.996 stalls, because β times it is rounded back to it.
     stochastic_rounding: for bf16 parameters, so that updates below their resolution count on average.
     Every argument may differ between parameter groups. Raises ValueError for what it cannot optimize.
     """
@@ -667,7 +667,7 @@ class Muon(_Sharded):
 class AdamW(_Sharded):
     """AdamW for everything that is not a matrix inside the network, with the sharding, the state dicts, the bf16 options and
     the treatment of non-finite gradients that Muon has. Tensors are split over the ranks by rows; a vector is one row. Defaults as
-    in torch.optim.AdamW, state names too: with state_dtype bf16 give a β₂ of at most 0.995, as for Muon. On a CPU fp32 and fp64 go
+    in torch.optim.AdamW, state names too: with state_dtype bf16 give a β₂ of at most 0.996, as for Muon. On a CPU fp32 and fp64 go
     through torch's fused kernel, whatever `compile` says."""
 
     def __init__(self, params, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,

@@ -236,8 +236,8 @@ def check_globals() -> None:
            "muon_eps ns_steps ns_eps adam_eps norm_eps warmup_iters sample_tokens threads seed data_seed")
     expect("in [0, 1)", lambda x: 0 <= x < 1, "momentum beta2 adam_beta1 adam_beta2")
     if param_dtype == "bfloat16":
-        expect("of at most 0.995 beside --param_dtype=bfloat16, whose 8 bits let no slower average decay", lambda x: x <= 0.995,
-               "momentum beta2 adam_beta1 adam_beta2")
+        expect("of at most 0.996 beside --param_dtype=bfloat16, whose 8 bits let no slower average decay", lambda x: x <= 0.996,
+               "adam_beta1 adam_beta2" + " momentum" * (optimizer in VARIANTS) + " beta2" * (optimizer in ("normuon", "muon2")))
     expect("in [0, 1]", lambda x: 0 <= x <= 1, "decay_frac min_lr_frac")
     check_choice("schedule", schedule, ["constant", "cosine", "wsd"])
     check_choice("adjust_lr_fn", adjust_lr_fn, ["original", "match_rms_adamw", "frobenius"])
@@ -304,8 +304,9 @@ class Shards:
                 header = np.frombuffer(os.pread(fd, HEADER * 4, 0).ljust(HEADER * 4, b"\0"), np.uint32)
                 length = os.fstat(fd).st_size
             except OSError as error:
-                mend = "ulimit -n 65536" if error.errno == errno.EMFILE else f"python prepare.py verify {name}{data_flag()}"
-                raise UserError(f"cannot read {path}: {error.strerror}; run `{mend}`") from None
+                mend = "raise the limit that `ulimit -Hn` shows" if error.errno == errno.EMFILE else (
+                    f"run `python prepare.py verify {name}{data_flag()}`")
+                raise UserError(f"cannot read {path}: {error.strerror}; {mend}") from None
             if header[0] != MAGIC or header[1] != VERSION:
                 raise UserError(f"{path} is not a token shard: its first words are {header[:2].tolist()}, expected "
                                 f"[{MAGIC}, {VERSION}]; for a nanoGPT .bin run `python prepare.py import {shlex.quote(str(path))} "
@@ -792,7 +793,7 @@ MAY_CHANGE = {  # globals that a resumed run may set anew: they leave the mathem
 class Checkpoints:
     """checkpoints/RUN/step_N.pt, and beside it step_N.json with its size and sha256, written after it: a checkpoint without a
     matching json is unfinished or damaged. Both get a temporary name, fsync, rename. A thread writes while training goes on."""
-    held = None  # descriptor of the folder that lock() locks
+    held = writer = None  # descriptor of the folder that lock() locks, and the thread that must have ended before it is given back
 
     def __init__(self, run: str, rank: int):
         self.folder, self.rank, self.thread, self.failure = Path(checkpoint_dir) / run, rank, None, None
@@ -803,22 +804,22 @@ class Checkpoints:
         if Checkpoints.held is not None:
             return
         import fcntl
-        Checkpoints.held, until = os.open(self.folder, os.O_RDONLY), time.monotonic() + patience
-        while True:
-            try:
-                return fcntl.flock(Checkpoints.held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() >= until:
-                    raise UserError(f"another process writes to {self.folder}; wait for its end, then go on with --run_name="
-                                    f"{self.folder.name} --resume=auto, or choose another --run_name") from None
-                time.sleep(0.5)
-            except OSError:  # a file system without locks
-                return
+        until = time.monotonic() + patience
+        with contextlib.suppress(OSError):  # a file system without locks; what else is wrong with the folder is told later
+            Checkpoints.held = os.open(self.folder, os.O_RDONLY)
+            while True:
+                try:
+                    return fcntl.flock(Checkpoints.held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    if time.monotonic() >= until:
+                        raise UserError(f"another process writes to {self.folder}; wait for its end, then go on with --run_name="
+                                        f"{self.folder.name} --resume=auto, or choose another --run_name") from None
+                    time.sleep(0.5)
 
     def save(self, content: dict, val_loss: float | None) -> None:
         """content: tensors, of which copies are written, and plain types."""
         self.wait()
-        self.thread = threading.Thread(target=self._write, args=(to_host(content), val_loss))
+        self.thread = Checkpoints.writer = threading.Thread(target=self._write, args=(to_host(content), val_loss))
         self.thread.start()
 
     def wait(self, last: bool = False) -> None:
@@ -850,7 +851,7 @@ class Checkpoints:
     def _remove_old(self):
         """Keeps the newest ones, the best of those that were validated, and files that are not checkpoints."""
         notes = {path: note for path in sorted(self.folder.glob("step_*.pt")) if (note := read_note(path))}
-        losses = {path: note["val_loss"] for path, note in notes.items() if math.isfinite(note["val_loss"] or math.nan)}
+        losses = {path: loss for path, note in notes.items() if (loss := note["val_loss"]) is not None and math.isfinite(loss)}
         best = min(losses, key=losses.get, default=None)
         for path in set(notes) - {best, *list(notes)[-keep_checkpoints:]}:
             path.unlink()
@@ -991,11 +992,7 @@ class Log:
             raise UserError(f"cannot write {path}: {error.strerror}; expected a writable folder; set --log_dir") from None
 
     def __call__(self, line: str) -> None:
-        try:
-            print(line, flush=True)
-        except OSError:  # who read it, such as tee or a terminal, is gone, and the file has it all
-            for fd in (1, 2) if os.path.sameopenfile(1, 2) else (1,):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
+        say(line)
         data = (line + "\n").encode(errors="surrogateescape")
         try:
             while data:  # a disk that gets full takes a part first
@@ -1013,6 +1010,15 @@ class Log:
             except Exception as error:  # a full disk or a lost network is no reason to end a run
                 self.trackers = []
                 print(f"--wandb and --tensorboard end at step {self.step}: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+def say(line: str) -> None:
+    """Prints. Where that fails, as tee or the terminal is gone, nothing is printed any more, on stderr neither if it is the same."""
+    try:
+        print(line, flush=True)
+    except OSError:
+        for fd in (1, 2) if sys.stderr and os.path.sameopenfile(1, 2) else (1,):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
 
 
 def trackers(run: str, step: int) -> list:
@@ -1251,9 +1257,9 @@ def micro_batches(world: int) -> int:
     together = micro_batch_size * world
     if batch_size % together:
         fits = [micro for micro in range(1, micro_batch_size) if batch_size % (micro * world) == 0]
-        ranks = max(n for n in range(1, world + 1) if batch_size % n == 0)
+        ranks = max((n for n in range(1, world) if batch_size % (n * micro_batch_size) == 0), default=0)
         mend = (f"--micro_batch_size={fits[-1]}" if fits else f"--batch_size={max(1, batch_size // together) * together}"
-                + f" or {ranks} ranks" * (ranks < world))
+                + (f" or {ranks} ranks" if ranks else ""))
         raise UserError(f"--batch_size={batch_size} is not a multiple of --micro_batch_size={micro_batch_size} x {world} ranks; "
                         f"use {mend}")
     return batch_size // together
@@ -1263,7 +1269,8 @@ def train() -> dict:
     """One run, from globals to checkpoint; returns its last figures."""
     with contextlib.suppress(ImportError, ValueError, OSError):  # each shard is an open file; many systems allow 1024 unless asked
         import resource
-        resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 10_240 if hard == resource.RLIM_INFINITY else min(hard, 10_240)), hard))
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank, local_world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if resume != "auto" and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
@@ -1353,9 +1360,9 @@ def train() -> dict:
         checkpoints.lock()
         log = Log(log_path, None if saved and log_path.exists() else log_head(run, facts), step)
         epochs = max_iters * batch_size * block_size / train_shards.tokens
-        print(f"{run}: {facts['params'] / 1e6:.2f} M parameters, {facts['device']}, {facts['dtype_used']}, {world} ranks x "
-              f"{accumulate} micro-batches x {micro_batch_size} x {block_size} tokens an update; {epochs:.2f} epochs of {dataset}\n"
-              f"{parameter_table(raw, optimizers)}", flush=True)
+        say(f"{run}: {facts['params'] / 1e6:.2f} M parameters, {facts['device']}, {facts['dtype_used']}, {world} ranks x "
+            f"{accumulate} micro-batches x {micro_batch_size} x {block_size} tokens an update; {epochs:.2f} epochs of {dataset}\n"
+            f"{parameter_table(raw, optimizers)}")
         if resume == "auto" and not (saved or run_name) and (others := sorted(Path(checkpoint_dir).glob(f"{stem}-*/step_*.pt"))):
             name = others[-1].parent.name
             print(f"{run} begins: it has no checkpoint. If you meant {name}, give --run_name={name}", file=sys.stderr, flush=True)
@@ -1364,7 +1371,7 @@ def train() -> dict:
     if compile:
         raw.compile_parts()
         if rank == 0:
-            print("compiling; later runs find the graphs in the cache of torch", flush=True)
+            say("compiling; later runs find the graphs in the cache of torch")
     synchronize = torch.cuda.synchronize if where.type == "cuda" else lambda: None
     compile_start = time.perf_counter()
     validate = lambda: evaluate(raw.logits, val_shards, where, autocast, rank, world)
@@ -1525,7 +1532,7 @@ def train() -> dict:
                 log("sample: " + sample(raw, tokenizer, train_shards.eot, where, autocast))
         on_disk("last")
         if rank == 0:
-            print(f"log: {log_path}\ncheckpoint: {checkpoints.folder}")
+            say(f"log: {log_path}\ncheckpoint: {checkpoints.folder}")
     if profiler:
         profiler.stop()
     if world > 1:
@@ -1574,7 +1581,7 @@ def listen() -> dict:
             raise KeyboardInterrupt  # a second one does not wait for the update
 
     for number in SIGNALS:  # main() sets the old handlers again
-        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+        if number in (signal.SIGTERM, signal.SIGINT) or signal.getsignal(number) != signal.SIG_IGN:  # as nohup has SIGHUP
             signal.signal(number, remember)
     return stop
 
@@ -1591,9 +1598,11 @@ def main(argv: list[str]) -> dict:
                 thread.join(5)
         for number, handler in before.items():
             signal.signal(number, handler)
+        if Checkpoints.writer:
+            Checkpoints.writer.join()
         if Checkpoints.held is not None:
             os.close(Checkpoints.held)
-            Checkpoints.held = None
+        Checkpoints.held = Checkpoints.writer = None
 
 
 def complain(what) -> None:

@@ -510,7 +510,7 @@ def test_bf16_is_used_where_it_is_asked_for_or_fast():
 def test_what_ranks_of_a_machine_share(monkeypatch):
     module = configured(micro_batch_size=0, threads=0)
     assert module.micro_batches(2) == 1 and module.micro_batch_size == 4
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8), raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # torchrun's, for several ranks
     module.keep_memory = lambda: None
     module.choose_device(0, 4)
@@ -759,12 +759,12 @@ def test_more_shards_than_a_process_may_open_at_first():
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     for i in range(3, 100):
         write_shard(f"data/tiny/tiny_train_{i:06}.bin", text(40))
+    module, held = configured(), len(os.listdir("/dev/fd"))
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (80, before[1]))
-        module = configured()
-        with pytest.raises(module.UserError, match="Too many open files; run `ulimit -n"):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (held + 50, before[1]))
+        with pytest.raises(module.UserError, match="Too many open files; raise the limit that `ulimit -Hn` shows"):
             module.Shards("tiny", "train")
-        resource.setrlimit(resource.RLIMIT_NOFILE, (150, before[1]))  # these are open still
+        resource.setrlimit(resource.RLIMIT_NOFILE, (held + 110, before[1]))  # those are open still
         assert train(max_iters=0)["step"] == 0
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
@@ -1211,12 +1211,17 @@ def test_every_number_has_its_range():
 
 
 def test_averages_that_bf16_would_keep_for_ever_are_refused():
-    for name in ("momentum", "beta2", "adam_beta1", "adam_beta2"):
-        module = fresh()
-        module.configure([f"--{name}=0.999"])
-        module.configure([f"--{name}=0.995", "--param_dtype=bfloat16"])
-        with pytest.raises(module.UserError, match=f"--{name}=0.996: expected a number of at most 0.995 beside --param_dtype=bfloat16"):
-            module.configure([f"--{name}=0.996", "--param_dtype=bfloat16"])
+    """β times a bf16 number is rounded back to that number, for some from 0.9965 on, for all at 0.999."""
+    mantissas = (1 + torch.arange(128) / 128).bfloat16()
+    stuck = [int(((mantissas.double() * beta).bfloat16() == mantissas).sum()) for beta in (0.996, 0.9965, 0.999)]
+    assert stuck[0] == 0 < stuck[1] and stuck[2] == 128
+    for name, optimizer in (("momentum", "muon"), ("beta2", "normuon"), ("adam_beta1", "adamw"), ("adam_beta2", "muon-vs")):
+        module, half = fresh(), [f"--optimizer={optimizer}", "--param_dtype=bfloat16"]
+        module.configure([f"--{name}=0.999", f"--optimizer={optimizer}"])
+        with pytest.raises(module.UserError, match=f"--{name}=0.997: expected a number of at most 0.996 beside --param_dtype=bfloat16"):
+            module.configure([f"--{name}=0.997", *half])
+        fresh().configure([f"--{name}=0.996", *half])
+    fresh().configure(["--momentum=0.999", "--beta2=0.999", "--optimizer=adamw", "--param_dtype=bfloat16"])  # it has neither
 
 
 def test_the_newest_the_best_and_the_one_being_written_must_fit(monkeypatch):
@@ -1658,8 +1663,29 @@ def test_two_processes_do_not_write_one_run(capsys, monkeypatch):
     told = fails(capsys, monkeypatch, flags(**{**same, "max_iters": 4}))
     assert "another process writes to checkpoints/twice; wait for its end" in told
     assert before == {path: path.read_bytes() for path in [*Path("checkpoints/twice").iterdir(), Path("logs/twice.txt")]}
-    threading.Timer(0.5, os.close, [other]).start()
-    assert train(**{**same, "timeout_minutes": 1, "max_iters": 4})["step"] == 4  # it has waited
+    module, sleep, held = fresh(), time.sleep, [other]
+
+    def ending(seconds):
+        if held and seconds == 0.5:
+            os.close(held.pop())
+        sleep(seconds)
+    monkeypatch.setattr(module.time, "sleep", ending)
+    assert module.main(flags(**{**same, "timeout_minutes": 1, "max_iters": 4}))["step"] == 4 and not held  # it has waited
+
+
+def test_a_run_that_ends_early_is_over_when_its_checkpoint_is_written(monkeypatch):
+    """Only then may another process write there."""
+    module, save, validate = fresh(), torch.save, iter([True, False])
+    monkeypatch.setattr(module.torch, "save", lambda *what: time.sleep(0.5) or save(*what))
+
+    def evaluate(*_):
+        if not next(validate):
+            raise module.UserError("the end")
+        return 5.0, 0.0
+    module.evaluate = evaluate
+    with pytest.raises(module.UserError, match="the end"):
+        module.main(flags(max_iters=4, checkpoint_interval=2, eval_interval=3, run_name="early"))
+    assert module.damage(Path("checkpoints/early/step_00000002.pt")) == ""
 
 
 def test_a_file_system_that_cannot_sync_folders_will_do(monkeypatch):

@@ -72,7 +72,8 @@ def load_checkpoint(path, best=False):
     if path.is_dir():
         files = sorted(path.glob("step_*.pt"), reverse=True)
         if best:
-            files.sort(key=lambda f: loss if math.isfinite(loss := (format.read_note(f) or {}).get("val_loss") or math.nan) else math.inf)
+            losses = {f: (format.read_note(f) or {}).get("val_loss") for f in files}
+            files.sort(key=lambda f: math.inf if losses[f] is None or math.isnan(losses[f]) else losses[f])
     elif not path.exists():
         raise UserError(f"{path} does not exist; expected a run's folder or a file of it, such as checkpoints/RUN/step_00000600.pt")
     for file in files:
