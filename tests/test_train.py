@@ -1210,6 +1210,15 @@ def test_every_number_has_its_range():
     assert seen == {name for name in module.GLOBALS if type(getattr(module, name)) in (int, float)}
 
 
+@pytest.mark.parametrize("name", ["..", ".hidden", "a/b", "a b"])
+def test_a_run_is_called_as_files_can_be(name):
+    """A dot at first would be another folder, or a hidden one."""
+    module = fresh()
+    with pytest.raises(module.UserError, match="it names files, so use letters"):
+        module.configure([f"--run_name={name}"])
+    fresh().configure(["--run_name=a.b-1_c=2+3"])
+
+
 def test_averages_that_bf16_would_keep_for_ever_are_refused():
     """β times a bf16 number is rounded back to that number, for some from 0.9965 on, for all at 0.999."""
     mantissas = (1 + torch.arange(128) / 128).bfloat16()
