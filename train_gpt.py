@@ -768,7 +768,7 @@ class Checkpoints:
     held = writer = None  # descriptor of the folder that lock() locks, and the thread that must have ended before it is given back
 
     def __init__(self, run: str, rank: int):
-        self.folder, self.rank, self.thread, self.failure = Path(checkpoint_dir) / run, rank, None, None
+        self.folder, self.rank, self.failure = Path(checkpoint_dir) / run, rank, None
 
     def lock(self, patience: float = 0) -> None:
         """Only one process of a machine writes a run, until main() ends. One that is started before the last one has ended waits
@@ -791,13 +791,13 @@ class Checkpoints:
     def save(self, content: dict, val_loss: float | None) -> None:
         """content: tensors, of which copies are written, and plain types."""
         self.wait()
-        self.thread = Checkpoints.writer = threading.Thread(target=self._write, args=(to_host(content), val_loss))
-        self.thread.start()
+        Checkpoints.writer = threading.Thread(target=self._write, args=(to_host(content), val_loss))
+        self.writer.start()
 
     def wait(self, last: bool = False) -> None:
         """Until the newest save is on disk. One that failed is told here: training goes on, unless it was the last one."""
-        if self.thread:
-            self.thread.join()
+        if self.writer:
+            self.writer.join()
         failure, self.failure = self.failure, None
         if failure:
             message = (f"could not save a checkpoint in {self.folder}: {failure}; free some space or set --checkpoint_dir; "
@@ -1239,7 +1239,7 @@ def micro_batches(world: int) -> int:
 
 def train() -> dict:
     """One run, from globals to checkpoint; returns its last figures."""
-    with contextlib.suppress(ImportError, ValueError, OSError):  # each shard is an open file; many systems allow 1024 unless asked
+    with contextlib.suppress(ValueError, OSError):  # each shard is an open file; many systems allow 1024 unless asked
         import resource
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 10_240 if hard == resource.RLIM_INFINITY else min(hard, 10_240)), hard))
@@ -1276,6 +1276,13 @@ def train() -> dict:
                "data": train_shards.checksum + val_shards.checksum, "torch version": torch.__version__,
                "hardware (bf16 or not; say --dtype)": str(uses_bf16(where))}, world)
 
+    def rank_0_has(what: str) -> None:
+        """Waits on all ranks until rank 0 is here: it may take longer than any timeout, still watched."""
+        if world > 1:
+            if rank == 0:
+                store.set(what, "")
+            store.wait([what], timedelta(days=30))
+
     # ---- run name, checkpoint
     started = datetime.now()
     stem = f"{preset}-{optimizer}-seed{seed}"
@@ -1289,10 +1296,7 @@ def train() -> dict:
     log_path, checkpoints = Path(log_dir) / f"{run}.txt", Checkpoints(run, rank)
     if rank == 0 and resume and checkpoints.folder.exists():
         checkpoints.lock(patience=min(120, 30 * timeout_minutes))
-    if world > 1:
-        if rank == 0:
-            store.set("locked", "")
-        store.wait(["locked"])
+    rank_0_has("locked")
     saved = checkpoints.load(resume) if resume else None
     if world > 1:
         agree({"checkpoint (is --checkpoint_dir on a shared file system?)": str(saved and saved["step"])}, world)
@@ -1432,13 +1436,10 @@ def train() -> dict:
                 f"{skipped} time_left:{duration(left)}")
 
     def on_disk(what: str) -> None:
-        """Waits on all ranks until rank 0 has written its newest checkpoint, which may take longer than any timeout, still watched."""
+        """The checkpoint before, on all ranks: they wait here for rank 0's disk, not in a collective."""
         if rank == 0:
             checkpoints.wait(last=what == "last")
-        if world > 1:
-            if rank == 0:
-                store.set(f"on disk: {what}", "")
-            store.wait([f"on disk: {what}"], timedelta(days=30))
+        rank_0_has(f"on disk: {what}")
 
     def save(score: float | None) -> None:
         on_disk(f"before {step}")
