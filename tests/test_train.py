@@ -507,6 +507,24 @@ def test_bf16_is_used_where_it_is_asked_for_or_fast():
         assert set(build) == {torch.bfloat16 if fast else torch.float32}
 
 
+@pytest.mark.parametrize("cpuinfo, fast", [
+    ("vendor_id\t: GenuineIntel\nflags\t\t: fpu avx512f avx512_bf16 amx_bf16 amx_tile\n", True),
+    ("vendor_id\t: AuthenticAMD\nflags\t\t: fpu avx512f avx512_bf16\n", True),
+    ("vendor_id\t: GenuineIntel\nflags\t\t: fpu avx512f avx512_bf16\n", False),  # a Xeon whose AMX the virtual machine hides
+    ("vendor_id\t: AuthenticAMD\nflags\t\t: fpu avx512f\n", False),
+    ("vendor_id\t: GenuineIntel\nflags\t\t: fpu amx_bf16_like\n", False),
+    (None, False),  # macOS
+])
+def test_which_cpus_multiply_faster_in_bf16(monkeypatch, cpuinfo, fast):
+    def read_text(path):
+        assert str(path) == "/proc/cpuinfo"
+        if cpuinfo is None:
+            raise FileNotFoundError(path)
+        return cpuinfo
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert fresh().fast_bf16(torch.device("cpu")) is fast
+
+
 def test_what_ranks_of_a_machine_share(monkeypatch):
     module = configured(micro_batch_size=0, threads=0)
     assert module.micro_batches(2) == 1 and module.micro_batch_size == 4
