@@ -236,6 +236,14 @@ def test_configurations_of_one_optimizer_are_rows(tmp_path, run, logs):
     assert [p.name for p in (tmp_path / "out").glob("*sweep*.svg")] == ["gpt-demo-sweep-gamma.svg"]
 
 
+@pytest.mark.parametrize("gamma, expected", [(1000.0, ["muon-nsr-post", "muon-nsr"]),
+                                             (10.0, ["muon-nsr-post gamma=10", "muon-nsr gamma=1000"])])
+def test_the_ordering_ablation_shows_where_more_differs_than_the_order(tmp_path, run, logs, gamma, expected):
+    write(logs, "post.txt", log_text("muon-nsr-post", 1, run_name="post", gamma=gamma))
+    run()
+    assert [r["optimizer"] for r in rows_of(tmp_path / "out/final.csv") if "nsr" in r["optimizer"]] == expected
+
+
 def test_what_wandb_keeps_is_no_log_and_a_diverged_run_has_no_perplexity(tmp_path, run, logs):
     write(logs, "wandb/run-1/files/output.log", "step:0/500 val_loss:5.0\nstep:500/500 val_loss:1.0\n")
     write(logs, "wandb/run-1/files/requirements.txt", "torch\n")

@@ -281,8 +281,9 @@ def build_rows(runs, by_source=False):
             first.setdefault(run.seed, run)
         rows.append(Row(optimizer, dict(config), first, [run for run in group if run is not first[run.seed]]))
     for row in rows:
-        peers = [r.config for r in rows if r.optimizer == row.optimizer]
-        varied = [k for k, v in row.config.items() if any(peer.get(k) != v for peer in peers)]
+        varied = [k for k, v in row.config.items() if any(
+            other.config.get(k) != v for other in rows
+            if other.optimizer == row.optimizer or k == "gamma" and {row.optimizer, other.optimizer} == {"muon-nsr", "muon-nsr-post"})]
         row.label = " ".join([row.optimizer, *(f"{k}={row.config[k].removesuffix('.0')}" for k in varied)])
         for run in row.repeats:
             note(f"{run.path}: repeats seed {run.seed} of {row.label}; only {row.runs[run.seed].path} is averaged")
