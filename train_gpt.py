@@ -268,6 +268,8 @@ class Shards:
                 flag = "--val_dataset" if split == "val" else "--dataset"
                 mend = (f"python prepare.py import {shlex.quote(str(folder))} --name {name}-shards{data_flag()}` and give "
                         f"`{flag}={name}-shards")
+            elif name in ("fineweb", "dclm"):  # far more than a run reads
+                mend += f" --tokens {math.ceil(1.02 * max_iters * batch_size * block_size / 1e6)}M"
             raise UserError(f"no {split} shards in {folder} (*_{split}_NUMBER.bin): dataset {name!r} is not prepared; run `{mend}`")
         if missing := manifest_shards(folder, split) - {path.name for path in self.files}:
             raise UserError(f"{folder} lacks {', '.join(sorted(missing))}, which its manifest.json lists; run `{mend}` again")
