@@ -541,6 +541,7 @@ class Muon(_Sharded):
     lr: η, in units of `adjust_lr_fn`, as in torch.optim.Muon: "original" s = √max(1, m/n); "match_rms_adamw" s = 0.2 √max(m, n),
         for learning rates tuned for AdamW; and "frobenius" s = 0.2 √(mn) / |O|_F, AdaMuon's own.
     variant: a key of VARIANTS. gamma (γ) is read by muon-nsr and muon-nsr-post, beta2 (β₂) by normuon and muon2.
+    nesterov: without it M̃ is about 1 - β as large, so a γ tuned with it acts (1 - β)⁻² times as strongly: 400 times for 0.95.
     momentum: β, in [0, 1). weight_decay: λ, decoupled, multiplied by η but not by s. eps: ε of the gates.
     ns_steps, ns_eps, ns_dtype: as in newton_schulz. state_dtype: of all buffers; default fp32 (fp64 for fp64 parameters). In bf16 an
         average whose β is above 0.996 stalls, because β times it is rounded back to it.
