@@ -737,7 +737,7 @@ def check_disk(*needs):
         by_disk[disk] += need
         if free < by_disk[disk]:
             raise UserError(f"{free / 1e9:.1f} GB are free at {folder}", f"{by_disk[disk] / 1e9:.1f} GB at least",
-                            "make room, or choose another disk with --data_dir and HF_HOME")
+                            "make room, choose another disk with --data_dir and HF_HOME, or take a part of a corpus with --tokens")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

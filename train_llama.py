@@ -56,8 +56,8 @@ preset = "demo"               # a key of PRESETS
 run_name = ""                 # logs/RUN.txt, checkpoints/RUN/; default: preset, optimizer, seed and start time
 resume = ""                   # "auto": the newest good checkpoint of this run_name, else start; or a path; "": start
 allow_change = False          # resume although a global that changes the mathematics differs
-log_dir = "logs"
-checkpoint_dir = "checkpoints"
+log_dir = "logs"              # RUN.txt, traces, event files
+checkpoint_dir = "checkpoints"  # RUN/step_N.pt
 # data
 data_dir = "data"             # datasets are folders below it, made by prepare.py
 dataset = "pysrc"             # the folder with the training shards
@@ -65,13 +65,13 @@ val_dataset = ""              # the folder with the validation shards; "" = data
 check_shards = True           # verify every shard's checksum and ids at each start (about 1 GB/s a rank); false: sizes and headers
 val_tokens = 262_144          # tokens of the fixed prefix of the validation split
 # model
-n_layer = 4
-n_head = 4
+n_layer = 4                   # blocks
+n_head = 4                    # heads of attention; a head is n_embd / n_head wide
 n_embd = 256                  # model width
 n_ffn = 704                   # width of the feed-forward network
 block_size = 256              # tokens of context
 vocab_size = 0                # rows of embedding and head; 0 = the dataset's, padded up to a multiple of 64
-rope_base = 10_000.0
+rope_base = 10_000.0          # of the wavelengths of RoPE, in tokens
 norm_eps = 1e-5               # of RMSNorm
 tied = False                  # embedding and head are one matrix
 fused_qkv = False             # query, key and value in one (3 D, D) matrix, orthogonalised as one
@@ -94,11 +94,11 @@ gamma = 1000.0                # γ of muon-nsr and muon-nsr-post
 beta2 = 0.95                  # β₂ of normuon and muon2
 muon_eps = 1e-8               # ε of the gates
 ns_steps = 5                  # Newton-Schulz iterations
-ns_eps = 1e-7
+ns_eps = 1e-7                 # added to the norm that Newton-Schulz divides by
 adjust_lr_fn = "match_rms_adamw"  # update scale: original, match_rms_adamw, frobenius
-adam_beta1 = 0.9
-adam_beta2 = 0.95
-adam_eps = 1e-8
+adam_beta1 = 0.9              # β₁ of AdamW
+adam_beta2 = 0.95             # β₂ of AdamW
+adam_eps = 1e-8               # ε of AdamW
 # schedule, of both learning rates
 schedule = "wsd"              # constant, cosine (to min_lr_frac), wsd (linear to min_lr_frac over the last decay_frac)
 warmup_iters = 20             # updates of linear warm-up
@@ -127,7 +127,7 @@ max_skipped = 10              # updates in a row left out for a non-finite gradi
 
 _suite_a = dict(dataset="dclm", val_dataset="c4", n_layer=32, block_size=4096, batch_size=128, micro_batch_size=4,
                 adam_beta1=0.8, adam_beta2=0.98, adam_eps=1e-15, ns_eps=1e-5, adjust_lr_fn="original", warmup_iters=0,
-                norm_eps=1e-6, schedule="wsd", decay_frac=0.8, eval_interval=100, val_tokens=10_000_000)
+                norm_eps=1e-6, schedule="wsd", decay_frac=0.8, log_interval=1, eval_interval=100, val_tokens=10_000_000)
 _suite_b = dict(dataset="fineweb", block_size=512, tied=True, fused_qkv=True, init_truncated=True, learning_rate=1e-3,
                 adam_lr=1e-3, warmup_iters=2000, schedule="cosine", min_lr_frac=0.01, adam_eps=1e-8, val_tokens=4_194_304,
                 checkpoint_interval=1000)
@@ -151,7 +151,7 @@ PRESETS = {  # "NAME/OPTIMIZER" is applied after "NAME"
                          max_iters=128_000, adam_beta2=0.999, grad_clip=0.5, eval_interval=115, checkpoint_interval=1150),
     "suite-b-210m/adamuon": dict(adjust_lr_fn="frobenius"),
     "suite-b-720m": dict(_suite_b, n_layer=12, n_head=16, n_embd=2048, n_ffn=5632, batch_size=1984, micro_batch_size=8,
-                         max_iters=48_000, adam_beta2=0.99, grad_clip=0.1, eval_interval=200),
+                         max_iters=48_000, adam_beta2=0.99, grad_clip=0.1, log_interval=1, eval_interval=200),
     "suite-b-720m/adamuon": dict(adjust_lr_fn="frobenius"),
 }
 
@@ -172,6 +172,8 @@ def configure(argv: list[str]) -> None:
     flags = {}
     for word in argv:
         name, equals, text = word.removeprefix("--").partition("=")
+        if not equals and type(globals().get(name)) is bool:  # a bare --profile
+            equals, text = "=", "true"
         if not word.startswith("--") or not equals:
             raise UserError(f"found {word!r}; expected --name=value; see --help")
         if name not in GLOBALS:
@@ -880,20 +882,21 @@ class Checkpoints:
                             "--resume=auto to do so by itself")
         return read_checkpoint(path)
 
-    def check(self, saved: dict, data: str) -> None:
-        """May this run go on from a checkpoint that was loaded? data: checksum of what this run reads."""
-        changed = [f"{name} ({saved['globals'].get(name)} then, {globals()[name]} now)" for name in GLOBALS
-                   if name not in MAY_CHANGE and saved["globals"].get(name) != globals()[name]]
-        if saved["data"] != data:
-            changed += [f"the data (another checksum; `python prepare.py verify {dataset}{data_flag()}` tells whether a shard is "
-                        "damaged)"]
-        if changed and not allow_change:
-            raise UserError(f"--resume: the checkpoint was made with other values of {', '.join(changed)}; give the same, or "
+    def check(self, saved: dict, data: str) -> str:
+        """May this run go on from a checkpoint that was loaded? data: checksum of what this run reads. Returns what --allow_change has
+        let pass, as name=value,..."""
+        changed = [name for name in GLOBALS if name not in MAY_CHANGE and saved["globals"].get(name) != globals()[name]]
+        told = [f"{name} ({saved['globals'].get(name)} then, {globals()[name]} now)" for name in changed]
+        if other_data := saved["data"] != data:
+            told += [f"the data (another checksum; `python prepare.py verify {dataset}{data_flag()}` tells whether a shard is damaged)"]
+        if told and not allow_change:
+            raise UserError(f"--resume: the checkpoint was made with other values of {', '.join(told)}; give the same, or "
                             "--allow_change=true")
         this, run = f"step_{saved['step']:08d}.pt", self.folder.name
         if self.rank == 0 and (newer := [path for path in self.folder.glob("step_*.pt") if path.name > this and not damage(path)]):
             raise UserError(f"--resume={resume}: run {run} has newer checkpoints ({max(newer)}); go on from there with "
                             f"--run_name={run} --resume=auto, or branch off with another --run_name")
+        return ",".join([f"{name}={globals()[name]}" for name in changed] + [f"data={data}"] * other_data)
 
 
 def read_note(path: Path) -> dict | None:
@@ -1357,7 +1360,7 @@ def train() -> dict:
                  data_checksum=f"{train_shards.checksum}-{val_shards.checksum}", vocab=vocab,
                  params=sum(p.numel() for p in raw.parameters()), flops_per_token=f"{flops_per_token(raw):.0f}")
     if saved:
-        checkpoints.check(saved, facts["data_checksum"])
+        changed = checkpoints.check(saved, facts["data_checksum"])
         with fitting():
             raw.load_state_dict(saved["model"])
     step, train_time, skipped = (saved[key] for key in ("step", "train_time", "skipped")) if saved else (0, 0.0, 0)
@@ -1441,7 +1444,8 @@ def train() -> dict:
                 groups = [{**ours, "params": theirs["params"]} for ours, theirs in zip(opt.param_groups, state["param_groups"])]
                 opt.load_state_dict({**state, "param_groups": groups})
         torch.set_rng_state(saved["rng"])
-        log(f"resumed:step:{step} world_size:{world} code:{'same' if saved['source'] == source_hash() else 'changed'}")
+        log(f"resumed:step:{step} world_size:{world} code:{'same' if saved['source'] == source_hash() else 'changed'}"
+            + f" changed:{changed}" * bool(changed))
     else:
         torch.manual_seed(seed)
     del saved

@@ -158,6 +158,15 @@ def test_resumed_run_later_line_wins(tmp_path, capsys):
     assert "a.txt: a resumed run" in capsys.readouterr().err
 
 
+def test_a_run_resumed_with_other_settings_is_a_row_of_its_own(tmp_path, run, logs):
+    resumed = "resumed:step:400 world_size:1 code:changed changed:learning_rate=0.5\n"
+    write(logs, "later.txt", log_text("muon", 3, run_name="later").replace("step:500/500 train_loss", resumed + "step:500/500 train_loss"))
+    _, _, err = run()
+    assert "later.txt: a resumed run, whose code had changed" in err
+    rows = {row["optimizer"]: row["n"] for row in rows_of(tmp_path / "out/final.csv")}
+    assert rows["muon"] == "3" and rows["muon resumed_with=learning_rate=0.5"] == "1"
+
+
 def test_numbers():
     assert [report.number(x) for x in ("18993ms", "1.5s", "1e-05", "n/a", "1.2step")] == [18.993, 1.5, 1e-5, None, None]
     assert math.isnan(report.number("nanms"))

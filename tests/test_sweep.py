@@ -115,6 +115,12 @@ def test_finished_by_another_version_is_told(fake, capsys):
         assert capsys.readouterr().out.count("was finished by another version of train_fake.py or optim.py") == told
 
 
+def test_a_dry_run_may_have_a_reader_who_has_read_enough(fake):
+    done = subprocess.run(f"set -o pipefail; {sys.executable} {ROOT}/tools/sweep.py train_fake.py --seed=1..2000 --dry_run | head -1",
+                          shell=True, executable="/bin/bash", capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and "--seed=1 " in done.stdout
+
+
 def test_dry_run_runs_nothing(fake, capsys, monkeypatch):
     assert sweep.main(["train_fake.py", "--optimizer=muon,muon-vs", "--dry_run"]) == 0
     out = capsys.readouterr().out

@@ -643,6 +643,14 @@ def test_blocks_that_differ_may_each_have_a_graph(monkeypatch):
         torch._dynamo.config.recompile_limit = limit
 
 
+def test_a_bare_name_turns_a_switch_on(capsys, monkeypatch):
+    module = fresh()
+    module.configure(["--stochastic_rounding", "--compile=false"])
+    assert module.stochastic_rounding is True and module.compile is False
+    for word in ("--run_name", "--seed", "profile"):
+        assert f"found '{word}'; expected --name=value" in fails(capsys, monkeypatch, [word])
+
+
 @pytest.mark.parametrize("presets, message", [
     ({"mine": {}, "mine/moun-vs": {}}, "PRESETS has 'mine/moun-vs', which is never applied"),
     ({"mien/muon-vs": {}}, "PRESETS has 'mien/muon-vs', which is never applied")])
@@ -1467,8 +1475,11 @@ def test_globals_that_change_the_mathematics_are_refused_by_name(changes, expect
     assert expected in fails(capsys, monkeypatch, flags(**words))
     if "optimizer" not in changes:
         assert train(**words, allow_change=True)["step"] == 4
+        told = ",".join(f"{name}={changes[name]}" for name in sorted(changes, reverse=True))  # in the order of the globals
+        assert f" code:same changed:{told}\n" in Path("logs/new.txt").read_text()
     unchanged = dict(words, micro_batch_size=4, log_interval=2, run_name="free", **{name: TINY.get(name, "") for name in changes})
     train(**{name: value for name, value in unchanged.items() if value != ""})
+    assert " changed:" not in Path("logs/free.txt").read_text().split("=" * 100)[-1]
 
 
 def test_other_data_and_another_model_are_refused(capsys, monkeypatch):

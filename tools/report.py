@@ -47,7 +47,7 @@ RUN = SPEED | {"seed", "preset", "run_name", "resume", "allow_change", "log_dir"
                "device", "threads", "timeout_minutes", "max_skipped"}
 OPTIMIZER = {"optimizer", "learning_rate", "adam_lr", "weight_decay", "momentum", "gamma", "beta2", "muon_eps",
              "ns_steps", "ns_eps", "adjust_lr_fn", "adam_beta1", "adam_beta2", "adam_eps", "param_dtype",
-             "stochastic_rounding"}
+             "stochastic_rounding", "resumed_with"}
 ORDER = ["adamw", "muon", "adamuon", "normuon", "muon2", "muon-nsr-post", "muon-nsr", "muon-vs"]   # as in the paper
 SWEEPS = {"gamma": "variance coefficient γ", "learning_rate": "learning rate", "ns_steps": "Newton–Schulz steps K"}
 
@@ -151,7 +151,9 @@ def read_log(path, text):
     last, done = 0, False       # behind the final line comes free text, until a resumed run goes on
     for line in lines:
         if line.startswith("resumed:"):
-            note(f"{path}: a resumed run")
+            note(f"{path}: a resumed run" + ", whose code had changed" * (" code:changed" in line))
+            if changed := re.search(r" changed:(\S+)", line):  # then it is no run of the settings at its head: a row of its own
+                run.settings["resumed_with"] = changed[1]
             done = False
         if done or not line.startswith(("step:", "final ")):
             continue

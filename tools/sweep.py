@@ -289,10 +289,15 @@ def cli():
         if signal.getsignal(number := getattr(signal, name, signal.SIGTERM)) == signal.SIG_DFL:
             signal.signal(number, handler)
     try:
-        return main()
+        status = main()
+        sys.stdout.flush()
+        return status
     except UserError as e:
         print(f"sweep.py: error: {e}", file=sys.stderr)
         return 1
+    except BrokenPipeError:     # of `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit would fail too
+        return 0 if "--dry_run" in sys.argv else 1
     except OSError as e:
         print(f"sweep.py: error: {e}; expected a --log_dir that can be written; the same command goes on", file=sys.stderr)
         return 1
