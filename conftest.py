@@ -1,6 +1,10 @@
 """Under `pytest -n N` each worker takes its share of the cores: processes with a thread for every core wait for each other. And Inductor
-does not ask the compiler in each of many processes what /proc/cpuinfo says."""
+does not ask the compiler in each of many processes what /proc/cpuinfo says. Ranks are forked by a server that has imported what they
+need: torch, and torch._dynamo, which an optimizer's first step imports."""
+import multiprocessing
 import os
+
+multiprocessing.set_forkserver_preload(["torch._dynamo", "pytest"])
 
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 

@@ -1281,7 +1281,7 @@ def stochastic_rounding(rank):
 
 def test_ranks(tmp_path):
     """2, 3 and 4 gloo ranks: bit-identical parameters after each of 50 steps, the same as one rank's, saved at 2, resumed at 1, 3, 4."""
-    mp.spawn(ranks_worker, (str(tmp_path),), nprocs=4)
+    mp.start_processes(ranks_worker, (str(tmp_path),), nprocs=4, start_method="forkserver")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """train_gpt.py: gradients, data order, validation, logs, bad input, checkpoints and ranks; all on a CPU with a model of 30 k parameters.
 
-What needs several ranks runs in processes of this file (see `work`), a whole list of trainings for each start of Python."""
+What needs several ranks runs in processes of their own (see `work`), a whole list of trainings in each."""
 import errno
 import fcntl
 import io
@@ -25,6 +25,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 import torch.nn.functional as F
 
 from common import ROOT, fresh, write_shard
@@ -229,16 +230,19 @@ def test_gelu_is_the_same_when_it_is_compiled(monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------------------------------------- ranks
-def work(jobs: list[dict]) -> None:
+def work(rank: int, world: int, jobs: list[dict], folder: str) -> None:
     """One rank: trains with each job's flags; leaves gradients, batches and error messages in NAME.rankR.pt."""
+    os.chdir(folder)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     torch.set_num_threads(1)
-    rank = os.environ["RANK"]
+    os.environ |= dict(MASTER_ADDR="127.0.0.1", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
+                       OMP_NUM_THREADS="1")
     for job in jobs:
         os.environ["MASTER_PORT"] = str(job["port"])
         module, kept = fresh(), {}
         ended = kept["ended"] = []
         module.Watch.end = lambda self, what: ended.append(what)  # a job that fails on purpose must not end the process
-        module.peak_rss, module.peak_flops = lambda: int(rank) + 1 << 30, lambda where: 1e6
+        module.peak_rss, module.peak_flops = lambda: rank + 1 << 30, lambda where: 1e6
         if job.get("record"):
             kept["optimizers"], kept["batches"] = record(module, job)
         if job.get("unused"):
@@ -248,7 +252,7 @@ def work(jobs: list[dict]) -> None:
             write = module.write_whole
             module.write_whole = lambda path, *args: time.sleep(job["slow"] * (path.suffix == ".pt")) or write(path, *args)
         try:
-            module.main(flags(**job["flags"], **job.get("rank" + rank, {})))
+            module.main(flags(**job["flags"], **job.get(f"rank{rank}", {})))
         except module.UserError as error:
             kept["error"] = str(error)
         kept["watching"] = any(isinstance(thread, module.Watch) for thread in threading.enumerate())
@@ -272,15 +276,13 @@ def start(world: int, jobs: list[dict]) -> None:
         job["port"] = s.getsockname()[1]
     for s in sockets:
         s.close()
-    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
-    ranks = [subprocess.Popen([sys.executable, __file__, json.dumps(jobs)], env={**env, "RANK": str(r), "LOCAL_RANK": str(r)},
-                              stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for r in range(world)]
+    ranks = mp.start_processes(work, (world, jobs, os.getcwd()), world, join=False, start_method="forkserver")
     try:
-        errors = [process.communicate(timeout=120)[1] for process in ranks]
+        while not ranks.join(timeout=120):  # which raises what a rank raises, and ends the others
+            assert not all(process.is_alive() for process in ranks.processes), "no rank has ended in 120 s"
     finally:
-        for process in ranks:
+        for process in ranks.processes:
             process.kill()
-    assert [process.returncode for process in ranks] == [0] * world, errors
 
 
 HALF = 3  # updates before a resumption
@@ -303,7 +305,7 @@ def ranks(tmp_path_factory):
             dict(name="lonely", flags=dict(run_name="gradient", resume="auto", max_iters=3, grad_clip=0),
                  rank1=dict(checkpoint_dir="other")),
             dict(name="unused", unused=True, flags=dict(run_name="unused")),
-            dict(name="slow", slow=9, flags=dict(run_name="slow", max_iters=2, checkpoint_interval=1, timeout_minutes=0.1))]
+            dict(name="slow", slow=7, flags=dict(run_name="slow", max_iters=2, checkpoint_interval=1, timeout_minutes=0.1))]
     for optimizer, dtype in ON_RANKS:
         same = dict(optimizer=optimizer, dtype=dtype, max_iters=2 * HALF)
         name = f"{optimizer}-{dtype}"
@@ -1738,7 +1740,3 @@ def test_a_file_system_that_cannot_sync_folders_will_do(monkeypatch):
     monkeypatch.setattr(module.os, "fsync", refusing)
     module.main(flags(run_name="fs", max_iters=1))
     assert checkpoint("fs", 1)["step"] == 1
-
-
-if __name__ == "__main__":
-    work(json.loads(sys.argv[1]))
