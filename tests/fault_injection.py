@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import platform
 import random
@@ -31,6 +32,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed.run
 import torch._dynamo  # an optimizer's first step imports it: once here, not in every process that is forked
 
 from common import ROOT, fresh, write_shard
@@ -400,11 +402,16 @@ def not_finite(expected: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------- ranks, nodes
-def torchrun(name: str, *how: str, **changes) -> subprocess.Popen:
-    err = open(f"{name}.err", "a")
-    return subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=1", *how, str(SCRIPT),
-                             *words(name, **changes)], stdout=subprocess.DEVNULL, stderr=err, start_new_session=True,
-                            env={**os.environ, "OMP_NUM_THREADS": "1"})
+def torchrun(name: str, *how: str, **changes) -> multiprocessing.Process:
+    """In a process of its own, which has torch already imported; its workers import it themselves."""
+    def agent():
+        os.setsid()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1), os.dup2(os.open(f"{name}.err", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+        os.environ["OMP_NUM_THREADS"] = "1"
+        torch.distributed.run.main(["--nproc_per_node=1", *how, str(SCRIPT), *words(name, **changes)])
+    process = multiprocessing.get_context("fork").Process(target=agent)
+    process.start()
+    return process
 
 
 def workers(agent: int) -> list[int]:
@@ -419,14 +426,15 @@ def workers(agent: int) -> list[int]:
     return sorted(found)
 
 
-def finish(name: str, *agents: subprocess.Popen, patience: float = 180) -> list:
-    try:
-        return [agent.wait(timeout=patience) for agent in agents]
-    except subprocess.TimeoutExpired:
+def finish(name: str, *agents: multiprocessing.Process, patience: float = 180) -> list:
+    for agent in agents:
+        agent.join(patience)
+    if any(agent.is_alive() for agent in agents):
         for agent in agents:
             for pid in [*workers(agent.pid), agent.pid]:
                 os.kill(pid, signal.SIGKILL)
         return [None]
+    return [agent.exitcode for agent in agents]
 
 
 def killed_ranks(count: int, rng: random.Random) -> None:
@@ -498,7 +506,7 @@ def two_nodes(rng: random.Random, break_it: bool) -> None:
         for pid in victims:
             os.kill(pid, signal.SIGKILL)
         if what == "node":
-            second.wait()
+            second.join()
             agents[agents.index(second)] = node(name, port)  # the machine is back
         codes = finish(name, *agents)
         report(f"a {what} of two lost", codes == [0, 0] and result(name) == expected,
@@ -525,6 +533,7 @@ def main() -> int:
     os.chdir(folder)
     try:
         make_data()
+        fresh()  # the script is compiled here, not in every process that is forked
         clock = time.monotonic()
         assert run("whole") == 0, Path("whole.err").read_text()
         duration, expected = time.monotonic() - clock, result("whole")
