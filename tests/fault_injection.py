@@ -533,7 +533,6 @@ def main() -> int:
     os.chdir(folder)
     try:
         make_data()
-        fresh()  # the script is compiled here, not in every process that is forked
         clock = time.monotonic()
         assert run("whole") == 0, Path("whole.err").read_text()
         duration, expected = time.monotonic() - clock, result("whole")
