@@ -270,7 +270,7 @@ class Shards:
                 flag = "--val_dataset" if split == "val" else "--dataset"
                 mend = (f"python prepare.py import {shlex.quote(str(folder))} --name {name}-shards{data_flag()}` and give "
                         f"`{flag}={name}-shards")
-            elif name in ("fineweb", "dclm"):  # far more than a run reads
+            elif name in ("fineweb", "dclm") and split == "train":  # far more than a run reads
                 mend += f" --tokens {math.ceil(1.02 * max_iters * batch_size * block_size / 1e6)}M"
             raise UserError(f"no {split} shards in {folder} (*_{split}_NUMBER.bin): dataset {name!r} is not prepared; run `{mend}`")
         if missing := manifest_shards(folder, split) - {path.name for path in self.files}:
@@ -856,7 +856,7 @@ class Checkpoints:
 
     def check(self, saved: dict, data: str) -> str:
         """May this run go on from a checkpoint that was loaded? data: checksum of what this run reads. Returns what --allow_change has
-        let pass, as name=value,..."""
+        let pass, now and before, as STEP:name=value,name=value;STEP:..."""
         changed = [name for name in GLOBALS if name not in MAY_CHANGE and saved["globals"].get(name) != globals()[name]]
         told = [f"{name} ({saved['globals'].get(name)} then, {globals()[name]} now)" for name in changed]
         if other_data := saved["data"] != data:
@@ -868,7 +868,8 @@ class Checkpoints:
         if self.rank == 0 and (newer := [path for path in self.folder.glob("step_*.pt") if path.name > this and not damage(path)]):
             raise UserError(f"--resume={resume}: run {run} has newer checkpoints ({max(newer)}); go on from there with "
                             f"--run_name={run} --resume=auto, or branch off with another --run_name")
-        return ",".join([f"{name}={globals()[name]}" for name in changed] + [f"data={data}"] * other_data)
+        now = ",".join([f"{name}={globals()[name]}" for name in changed] + [f"data={data}"] * other_data)
+        return ";".join(filter(None, [saved.get("changed"), now and f"{saved['step']}:{now}"]))
 
 
 def read_note(path: Path) -> dict | None:
@@ -1127,7 +1128,8 @@ def agree(facts: dict[str, str], world: int) -> None:
 # main
 # ----------------------------------------------------------------------------------------------------------------------
 def fast_bf16(where: torch.device) -> bool:
-    """Are products faster in bf16? On Ampere or newer, AMX, AMD's AVX512-BF16; Intel's AVX512-BF16 alone takes twice as long as fp32."""
+    """Are products faster in bf16? On Ampere or newer, AMX, and AMD's AVX512-BF16, by its specification; on a Xeon with AVX512-BF16 but
+    no AMX they were slower than in fp32."""
     if where.type == "cuda":
         return torch.cuda.get_device_capability(where) >= (8, 0)
     with contextlib.suppress(OSError):
@@ -1331,6 +1333,7 @@ def train() -> dict:
                  val_tokens_used=min(val_tokens // block_size, len(val_shards)) * block_size,
                  data_checksum=f"{train_shards.checksum}-{val_shards.checksum}", vocab=vocab,
                  params=sum(p.numel() for p in raw.parameters()), flops_per_token=f"{flops_per_token(raw):.0f}")
+    changed = ""
     if saved:
         changed = checkpoints.check(saved, facts["data_checksum"])
         with fitting():
@@ -1456,7 +1459,7 @@ def train() -> dict:
                 script=Path(__file__).name, model=raw.state_dict(), optimizers=states, step=step, train_time=train_time,
                 skipped=monitor.skipped, sequences=step * batch_size, rng=torch.get_rng_state(),
                 globals={name: globals()[name] for name in GLOBALS}, data=facts["data_checksum"], vocab=vocab, tokenizer=tokenizer,
-                eot=train_shards.eot, torch=str(torch.__version__), source=source_hash()), score)
+                eot=train_shards.eot, torch=str(torch.__version__), source=source_hash(), changed=changed), score)
 
     def times() -> str:
         return f"train_time:{train_time:.3f}s" + (f" step_avg:{1000 * train_time / step:.2f}ms" if step else "")

@@ -409,7 +409,7 @@ def torchrun(name: str, *how: str, **changes) -> multiprocessing.Process:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1), os.dup2(os.open(f"{name}.err", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
         os.environ["OMP_NUM_THREADS"] = "1"
         torch.distributed.run.main(["--nproc_per_node=1", *how, str(SCRIPT), *words(name, **changes)])
-    process = multiprocessing.get_context("fork").Process(target=agent)
+    process = multiprocessing.get_context("fork").Process(target=agent, daemon=True)
     process.start()
     return process
 

@@ -159,12 +159,16 @@ def test_resumed_run_later_line_wins(tmp_path, capsys):
 
 
 def test_a_run_resumed_with_other_settings_is_a_row_of_its_own(tmp_path, run, logs):
-    resumed = "resumed:step:400 world_size:1 code:changed changed:learning_rate=0.5\n"
-    write(logs, "later.txt", log_text("muon", 3, run_name="later").replace("step:500/500 train_loss", resumed + "step:500/500 train_loss"))
+    for name, told in (("later", "400:dataset=my one,learning_rate=0.5"), ("two", "400:dataset=my two"), ("undone", "400:gamma=1")):
+        resumed = f"resumed:step:400 world_size:1 code:changed changed:{told}\n"
+        resumed += "resumed:step:400 world_size:1 code:same\n" * (name == "undone")
+        text = log_text("muon", 3 if name != "undone" else 9, run_name=name)
+        write(logs, f"{name}.txt", text.replace("step:500/500 train_loss", resumed + "step:500/500 train_loss"))
     _, _, err = run()
     assert "later.txt: a resumed run, whose code had changed" in err
     rows = {row["optimizer"]: row["n"] for row in rows_of(tmp_path / "out/final.csv")}
-    assert rows["muon"] == "3" and rows["muon resumed_with=learning_rate=0.5"] == "1"
+    assert rows["muon"] == "4"  # with the one that was started from its checkpoint again, without the change
+    assert rows["muon resumed_with=400:dataset=my one,learning_rate=0.5"] == rows["muon resumed_with=400:dataset=my two"] == "1"
 
 
 def test_numbers():
@@ -247,7 +251,7 @@ def test_configurations_of_one_optimizer_are_rows(tmp_path, run, logs):
 
 @pytest.mark.parametrize("gamma, expected", [(1000.0, ["muon-nsr-post", "muon-nsr"]),
                                              (10.0, ["muon-nsr-post gamma=10", "muon-nsr gamma=1000"])])
-def test_the_ordering_ablation_shows_where_more_differs_than_the_order(tmp_path, run, logs, gamma, expected):
+def test_the_ordering_ablation_shows_gammas_that_differ(tmp_path, run, logs, gamma, expected):
     write(logs, "post.txt", log_text("muon-nsr-post", 1, run_name="post", gamma=gamma))
     run()
     assert [r["optimizer"] for r in rows_of(tmp_path / "out/final.csv") if "nsr" in r["optimizer"]] == expected

@@ -152,7 +152,8 @@ def read_log(path, text):
     for line in lines:
         if line.startswith("resumed:"):
             note(f"{path}: a resumed run" + ", whose code had changed" * (" code:changed" in line))
-            if changed := re.search(r" changed:(\S+)", line):  # then it is no run of the settings at its head: a row of its own
+            run.settings.pop("resumed_with", None)
+            if changed := re.search(r" changed:(.+)", line):    # since its start: no run of the settings at its head, a row of its own
                 run.settings["resumed_with"] = changed[1]
             done = False
         if done or not line.startswith(("step:", "final ")):

@@ -37,7 +37,7 @@ STUDIES = {
     "adamuon": ["--optimizer=adamuon --adjust_lr_fn=frobenius --learning_rate=1e-3,2e-3,3e-3,4e-3",
                 "--optimizer=adamuon --adjust_lr_fn=original --learning_rate=2e-4,3e-4,4e-4,5e-4"],
     "repeat": ["--optimizer=muon-nsr,muon-vs --repeat=1,2"],    # one seed twice: repeat is not passed on, only named
-    "subset": ["--optimizer=muon,muon-nsr,muon-vs --data_seed=2"],      # other documents than main's, where many more are prepared
+    "subset": ["--optimizer=muon,muon-nsr,muon-vs --data_seed=201"],    # another draw: of other documents where many more are prepared
     "ns_steps": ["--optimizer=muon,muon-vs --ns_steps=3,4,5"],
     "lr": ["--optimizer=adamw,muon,adamuon,normuon,muon2,muon-nsr,muon-vs --seed=101,102 "  # seeds of no other study
            "--learning_rate=1.25e-3,2.5e-3,5e-3,1e-2,2e-2,4e-2"],
