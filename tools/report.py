@@ -47,7 +47,7 @@ RUN = SPEED | {"seed", "preset", "run_name", "resume", "allow_change", "log_dir"
                "device", "threads", "timeout_minutes", "max_skipped"}
 OPTIMIZER = {"optimizer", "learning_rate", "adam_lr", "weight_decay", "momentum", "gamma", "beta2", "muon_eps",
              "ns_steps", "ns_eps", "adjust_lr_fn", "adam_beta1", "adam_beta2", "adam_eps", "param_dtype",
-             "stochastic_rounding", "resumed_with"}
+             "stochastic_rounding"}
 ORDER = ["adamw", "muon", "adamuon", "normuon", "muon2", "muon-nsr-post", "muon-nsr", "muon-vs"]   # as in the paper
 SWEEPS = {"gamma": "variance coefficient γ", "learning_rate": "learning rate", "ns_steps": "Newton–Schulz steps K"}
 
@@ -249,9 +249,9 @@ class Experiment:
 
 @functools.cache
 def optimizer_globals(source):
-    """OPTIMIZER, and those that a fork has added to that section of its script, which a log begins with."""
+    """OPTIMIZER, and those that a fork has added to that section of its script, which a log begins with; and what a resumed run changed."""
     section = re.search(r"^# optimizer\n(.*?)^# ", source, re.M | re.S)
-    return OPTIMIZER | set(re.findall(r"^(\w+) = ", section[1], re.M)) - {"grad_clip"} if section else OPTIMIZER
+    return OPTIMIZER | {"resumed_with"} | (set(re.findall(r"^(\w+) = ", section[1], re.M)) - {"grad_clip"} if section else set())
 
 
 def in_order(text):
