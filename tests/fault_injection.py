@@ -1,7 +1,7 @@
 """Breaks runs of train_gpt.py on purpose: kills at random moments and inside checkpoint writing, signals, dead ranks and nodes,
 full disks, damaged checkpoints and shards, a second start, output nobody reads, gradients and losses that are not finite.
 
-    python tests/fault_injection.py            # 50 kills and all the rest, about 6 minutes on 2 cores
+    python tests/fault_injection.py            # 50 kills and all the rest, some 3 minutes on 2 cores
     python tests/fault_injection.py --short    # 6 kills and most of the rest, under a minute; the test suite runs this
 
 Every run must end with the weights and the loss of an undisturbed one, bit for bit, or stop with one clear line and then, once
