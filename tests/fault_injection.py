@@ -429,12 +429,11 @@ def workers(agent: int) -> list[int]:
 def finish(name: str, *agents: multiprocessing.Process, patience: float = 180) -> list:
     for agent in agents:
         agent.join(patience)
-    if any(agent.is_alive() for agent in agents):
-        for agent in agents:
-            for pid in [*workers(agent.pid), agent.pid]:
-                os.kill(pid, signal.SIGKILL)
-        return [None]
-    return [agent.exitcode for agent in agents]
+    late = [agent for agent in agents if agent.is_alive()]
+    for agent in late:
+        for pid in [*workers(agent.pid), agent.pid]:
+            os.kill(pid, signal.SIGKILL)
+    return [None] if late else [agent.exitcode for agent in agents]
 
 
 def killed_ranks(count: int, rng: random.Random) -> None:

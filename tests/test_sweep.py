@@ -119,6 +119,9 @@ def test_a_dry_run_may_have_a_reader_who_has_read_enough(fake):
     done = subprocess.run(f"set -o pipefail; {sys.executable} {ROOT}/tools/sweep.py train_fake.py --seed=1..2000 --dry_run | head -1",
                           shell=True, executable="/bin/bash", capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "") and "--seed=1 " in done.stdout
+    done = subprocess.run(f"(sleep 1; exec {sys.executable} {ROOT}/tools/sweep.py train_fake.py --seed=1) | true; exit ${{PIPESTATUS[0]}}",
+                          shell=True, executable="/bin/bash", capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("sweep.py: error: nobody reads the output;")
 
 
 def test_dry_run_runs_nothing(fake, capsys, monkeypatch):

@@ -295,9 +295,13 @@ def cli():
     except UserError as e:
         print(f"sweep.py: error: {e}", file=sys.stderr)
         return 1
-    except BrokenPipeError:     # of `| head`
+    except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit would fail too
-        return 0 if "--dry_run" in sys.argv else 1
+        if "--dry_run" in sys.argv:     # `| head` has read enough
+            return 0
+        print("sweep.py: error: nobody reads the output; expected a terminal, a file or a reader; the same command goes on",
+              file=sys.stderr)
+        return 1
     except OSError as e:
         print(f"sweep.py: error: {e}; expected a --log_dir that can be written; the same command goes on", file=sys.stderr)
         return 1
