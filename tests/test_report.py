@@ -411,6 +411,23 @@ def test_training_loss_is_smoothed_and_reaches_the_last_of_the_baseline(tmp_path
     assert [float(other[k]) for k in ("train loss", "in steps", "in time")] == pytest.approx([0.9, 500 / 400, 500 / 400 / 2])
 
 
+def test_validation_curves_are_smoothed_on_request(tmp_path, run, monkeypatch):
+    """By hand, with a half-life of 100 updates: at 0, 100 and 200 muon's curve is 8, 16/3, 20/7 and muon-vs's 8, 4, 16/7, which is at
+    20/7 after 500/3. Tables of losses hold what was measured."""
+    monkeypatch.setattr(report, "HALF_LIFE", 1 / 2)
+    for optimizer, losses in ("muon", (8, 4, 1)), ("muon-vs", (8, 2, 1)):
+        write(tmp_path / "logs", f"{optimizer}.txt", log_text(optimizer, 1, losses, max_iters=200))
+    run("--smooth", draw=True)
+    target, steps, _ = rows_of(tmp_path / "out/speedup.csv")
+    assert [float(row["100 %"]) for row in (target, steps)] == pytest.approx([20 / 7, 1.2], rel=1e-4)  # the target is of 4 digits
+    assert float(rows_of(tmp_path / "out/final.csv")[0]["val loss"]) == float(rows_of(tmp_path / "out/checkpoints.csv")[0]["100 %"]) == 1
+    assert "validation loss, smoothed" in (tmp_path / "out/gpt-demo-loss-steps.svg").read_text()
+    assert "of the mean curves (exponential mean over log lines" in (tmp_path / "out/report.md").read_text()
+    run(draw=True)
+    assert float(rows_of(tmp_path / "out/speedup.csv")[0]["100 %"]) == 1
+    assert "smoothed" not in (tmp_path / "out/gpt-demo-loss-steps.svg").read_text()
+
+
 def test_the_baseline_reaches_its_own_targets(tmp_path, run, monkeypatch):
     """Of eight seeds, whose mean numpy sums pairwise where they are alone and one by one where they are a curve: here that is more."""
     monkeypatch.setattr(report, "HALF_LIFE", 1e-9)

@@ -3,6 +3,7 @@ Turns training logs into the tables and figures of the paper, and checks records
 
     python tools/report.py logs --baseline muon --out report            # all logs below a folder
     python tools/report.py logs --seeds 1..8 --out report               # without the seeds of a search
+    python tools/report.py logs --smooth --out report                   # validation curves and speedups as the paper's for GPT-2
     python tools/report.py logs/my-*.txt --check-record                 # are these logs a record? (exit status)
     python tools/report.py --zeroshot muon=a.json muon-vs=b.json        # results of lm-eval-harness
 
@@ -37,7 +38,8 @@ import numpy as np
 SEPARATOR = "=" * 100
 CHECKPOINTS = (20, 40, 60, 80, 100)     # % of the baseline's budget
 CONFIDENCE = 0.95                       # of intervals: two-sided, Student-t over seeds
-HALF_LIFE = 0.05                        # of the exponential mean over training losses, as a share of the budget
+HALF_LIFE = 0.05                        # of the exponential mean over a curve's losses, as a share of the budget
+SMOOTHED = f"exponential mean over log lines, half-life {100 * HALF_LIFE:g} % of the budget"
 TABLES = {"final", "checkpoints", "curves", "speedup", "paired", "train", "repeats", "cost"}    # each a NAME.csv
 
 # globals that say nothing about the experiment, and those in which the rows of an experiment may differ
@@ -224,12 +226,14 @@ class Row:
     runs: dict          # seed -> Run, the first of that seed
     repeats: list       # further runs of these seeds: shown, never averaged
     label: str = ""
+    smoothed: bool = False      # its validation curve, for speedups and figures; the final loss never is
 
     def __post_init__(self):
         self.steps = np.array(sorted(set.intersection(*(set(r.evals) for r in self.runs.values()))))    # (T,)
         evals = np.array([[r.evals[s] for s in self.steps] for r in self.runs.values()])                # (N, T, 3)
         self.loss, self.times, self.acc = np.moveaxis(evals, 2, 0)                                      # each (N, T)
         self.time, self.final = self.times.mean(0), self.loss[:, -1]                                    # (T,), (N,)
+        self.curve = smooth(self.steps, self.loss) if self.smoothed else self.loss                      # (N, T)
         steps = np.array(sorted(set.intersection(*(set(r.train) for r in self.runs.values()))))         # (S,) log lines
         loss, times = np.array([[r.train[s] for s in steps] for r in self.runs.values()], float).reshape(len(self.runs), -1, 2).T
         self.train = SimpleNamespace(steps=steps, time=times.mean(1), loss=smooth(steps, loss.T))       # (S,), (S,), (N, S)
@@ -265,7 +269,7 @@ def main_row(rows):
     return max(rows, key=lambda r: (math.isfinite(r.final.mean()), len(r.runs), -r.final.mean()), default=None)
 
 
-def build_rows(runs, by_source=False):
+def build_rows(runs, by_source=False, smoothed=False):
     """Runs of one experiment -> rows: optimizers in the paper's order, then configurations; by_source: a row for each source."""
     groups = defaultdict(list)
     for run in runs:
@@ -282,7 +286,7 @@ def build_rows(runs, by_source=False):
         first = {}
         for run in sorted(group, key=lambda r: (in_order(r.seed), r.env.get("started", ""), str(r.path))):
             first.setdefault(run.seed, run)
-        rows.append(Row(optimizer, dict(config), first, [run for run in group if run is not first[run.seed]]))
+        rows.append(Row(optimizer, dict(config), first, [run for run in group if run is not first[run.seed]], smoothed=smoothed))
     for row in rows:
         varied = [k for k, v in row.config.items() if any(
             other.config.get(k) != v for other in rows
@@ -295,7 +299,7 @@ def build_rows(runs, by_source=False):
     return rows
 
 
-def build_experiments(runs, baseline, by_source=False):
+def build_experiments(runs, baseline, by_source=False, smoothed=False):
     groups, experiments, names = defaultdict(list), [], Counter()
     for run in runs:
         shared = {k: v for k, v in run.settings.items() if k not in RUN | optimizer_globals(run.source)}
@@ -324,7 +328,7 @@ def build_experiments(runs, baseline, by_source=False):
         if len(intervals := {run.settings.get("log_interval") for run in group if run.train}) > 1:
             note(f"{name}: log_interval is {' and '.join(sorted(map(str, intervals)))}; training losses smoothed over unlike lines do not "
                  "compare")
-        e = Experiment(name, settings, build_rows(group, by_source))
+        e = Experiment(name, settings, build_rows(group, by_source, smoothed))
         candidates = [r for r in e.rows if baseline in (r.label, r.optimizer)]
         e.baseline = main_row(candidates)
         if not candidates:
@@ -460,16 +464,17 @@ def tables(report, e):
                              for values in zip(r.steps, r.time, *interval(r.loss), r.acc.mean(0))]
 
     if base and others:
-        targets, speedups = [np.interp(step, base.steps, base.loss.mean(0), left=math.nan) for step in marks.values()], []
+        targets, speedups = [np.interp(step, base.steps, base.curve.mean(0), left=math.nan) for step in marks.values()], []
         for axis in ("steps", "time"):
-            reach = {r.label: np.array([first_crossing(getattr(r, axis), r.loss.mean(0), t) for t in targets])
+            reach = {r.label: np.array([first_crossing(getattr(r, axis), r.curve.mean(0), t) for t in targets])
                      for r in rows}
             speedups += [(r.label, axis, *(reach[base.label] / np.where(reach[r.label] > 0, reach[r.label], math.nan)))
                          for r in others]
         report.table(
             "speedup", e.name,
             f"Speedup: updates (training time) of {base.label} to a target over those of the optimizer; first crossing "
-            f"of the mean curves by linear interpolation. Targets: losses of {base.label} at shares of its budget.",
+            f"of the mean curves{f' ({SMOOTHED})' * base.smoothed} by linear interpolation. Targets: losses of {base.label} at shares of "
+            "its budget.",
             {"optimizer": "s", "axis": "s"} | dict.fromkeys(marks, ".2f"),
             [("target loss", "", *(f"{target:.4f}" if math.isfinite(target) else "–" for target in targets)), *speedups])
         report.table(
@@ -484,8 +489,8 @@ def tables(report, e):
         reach = {r.label: [first_crossing(x, r.train.loss.mean(0), target) for x in (r.train.steps, r.train.time)] for r in rows}
         report.table(
             "train", e.name,
-            f"Training loss, smoothed: exponential mean over log lines, half-life {100 * HALF_LIFE:g} % of the budget; mean ± half-width "
-            f"over seeds; speedup to the last of {base.label}, as above but on this curve.",
+            f"Training loss, smoothed: {SMOOTHED}; mean ± half-width over seeds; speedup to the last of {base.label}, as above but on "
+            "this curve.",
             {"optimizer": "s", "train loss": ".4f", "in steps": ".2f", "in time": ".2f"},
             [(r.label, interval(r.train.loss[:, -1]), *(a / b if r is not base and b else math.nan
                                                         for a, b in zip(reach[base.label], reach[r.label]))) for r in rows],
@@ -549,9 +554,10 @@ def figures(report, e):
             report.figure(e.name, name, fig)
         plt.close(fig)
 
-    curves("loss-steps", "steps", "loss", "validation loss", 0.1)
-    curves("loss-time", "time", "loss", "validation loss", 0.1)
-    curves("loss-last-third", "steps", "loss", "validation loss", 2 / 3)
+    title = "validation loss" + ", smoothed" * rows[0].smoothed
+    curves("loss-steps", "steps", "curve", title, 0.1)
+    curves("loss-time", "time", "curve", title, 0.1)
+    curves("loss-last-third", "steps", "curve", title, 2 / 3)
     curves("accuracy-steps", "steps", "acc", "top-1 accuracy", 0.1)
     curves("train-loss-time", "time", "loss", "training loss, smoothed", 0.1, lambda r: r.train)
 
@@ -672,6 +678,7 @@ def main(argv=None):
     parser.add_argument("--baseline", default="muon", help="optimizer, or the label of one of its rows (default: muon)")
     parser.add_argument("--out", default="report", help="folder for tables and figures (default: report)")
     parser.add_argument("--seeds", default="", help="only runs with these seeds, such as 1..8 or 1,2,5")
+    parser.add_argument("--smooth", action="store_true", help="validation curves, and the speedups on them, are exponential means")
     parser.add_argument("--by_source", action="store_true", help="a row for each version of the script, where you edited it")
     parser.add_argument("--check-record", action="store_true", help="check LOGS against the rules of a record")
     parser.add_argument("--zeroshot", nargs="+", default=[], metavar="[NAME=]JSON", help="results of lm-eval-harness")
@@ -682,13 +689,13 @@ def main(argv=None):
     ranges = [part.split("..") for part in args.seeds.split(",") if part]
     if not re.fullmatch(r"(\d+(\.\.\d+)?(,(?=\d)|$))*", args.seeds) or any(int(r[0]) > int(r[-1]) for r in ranges):
         raise UserError(f"found --seeds={args.seeds}; expected numbers and ranges, such as --seeds=1..8 or --seeds=1,2")
-    if args.check_record and (args.seeds or args.zeroshot or args.by_source):
-        raise UserError("--check-record checks all of LOGS and makes no table; leave --seeds, --by_source and --zeroshot out")
+    if args.check_record and (args.seeds or args.zeroshot or args.by_source or args.smooth):
+        raise UserError("--check-record checks all of LOGS and makes no table; leave --seeds, --by_source, --smooth and --zeroshot out")
     if args.check_record:
         return 0 if check_record(args.logs) else 1
     seeds = {str(seed) for ends in ranges for seed in range(int(ends[0]), int(ends[-1]) + 1)}
     report = Report(args.out)
-    for e in build_experiments(read_logs(args.logs, seeds), args.baseline, args.by_source) if args.logs else []:
+    for e in build_experiments(read_logs(args.logs, seeds), args.baseline, args.by_source, args.smooth) if args.logs else []:
         report.text += [f"## {e.name}", "", *([e.differs, ""] if e.differs else [])]
         tables(report, e)
         figures(report, e)
