@@ -428,26 +428,22 @@ class _Sharded(torch.optim.Optimizer):
     def state_dict(self) -> dict:
         """The whole state in torch's format, every buffer in its parameter's shape: the buffers themselves, as torch gives them,
         but with several ranks gathered copies; all ranks must call it then."""
-        hooks, self._optimizer_state_dict_post_hooks = self._optimizer_state_dict_post_hooks, {}  # they are to see the whole state
-        try:
-            packed = super().state_dict()
-        finally:
-            self._optimizer_state_dict_post_hooks = hooks
-        packed["state"], members = {}, [(group, p) for group in self.param_groups for p in group["params"]]
         self._layout()
+        members = [(group, p) for group in self.param_groups for p in group["params"]]
         steps = [self.state[p]["step"] if self.state.get(p) else 0 for _, p in members]
         if _world() > 1:  # a parameter's owner knows
             everyone = [None] * _world()
             dist.all_gather_object(everyone, steps)
             steps = [max(of_p) for of_p in zip(*everyone)]
-        for i, ((group, p), step) in enumerate(zip(members, steps)):
-            if step:
-                own = self.state.get(p) or self._new_state(group, p)
-                packed["state"][i] = {name: step if name == "step" else self._gathered(p, mine) for name, mine in own.items()}
-        for hook in hooks.values():
-            if (changed := hook(self, packed)) is not None:
-                packed = changed
-        return packed
+        own, self.state = self.state, {}  # the whole state for a moment: torch packs it, and its hooks see it
+        try:
+            for (group, p), step in zip(members, steps):
+                if step:
+                    parts = own.get(p) or self._new_state(group, p)
+                    self.state[p] = {name: step if name == "step" else self._gathered(p, mine) for name, mine in parts.items()}
+            return super().state_dict()
+        finally:
+            self.state = own
 
     def _gathered(self, p: Tensor, mine: Tensor) -> Tensor:
         """A buffer of all of p's units, in its whole shape; mine: this rank's part, which with one rank is all of it."""

@@ -44,6 +44,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import optim
@@ -169,23 +170,11 @@ GLOBALS = [name for name, value in list(globals().items())
 
 def configure(argv: list[str]) -> None:
     """Sets this module's globals: preset, then preset/optimizer, then the command line's --name=value."""
-    flags = {}
-    for word in argv:
-        name, equals, text = word.removeprefix("--").partition("=")
-        if not equals and type(globals().get(name)) is bool:  # a bare --profile
-            equals, text = "=", "true"
-        if not word.startswith("--") or not equals:
-            raise UserError(f"found {word!r}; expected --name=value; see --help")
-        if name not in GLOBALS:
-            near = difflib.get_close_matches(name, GLOBALS, 1, 0.4)
-            raise UserError(f"there is no --{name}; " + (f"did you mean --{near[0]}={text}?" if near else "--help lists the names"))
-        flags[name] = parse(name, text, type(globals()[name]))
+    flags = dict(map(parse, argv))
     presets, optimizers = [key for key in PRESETS if "/" not in key], ["adamw", *VARIANTS]
-    for key in PRESETS:
-        base, slash, kind = key.partition("/")
-        if slash and not (base in presets and kind in optimizers):
-            raise UserError(f"PRESETS has {key!r}, which is never applied; expected PRESET/OPTIMIZER, an optimizer being one of "
-                            f"{', '.join(optimizers)}")
+    if unused := set(PRESETS) - {*presets, *(f"{base}/{kind}" for base in presets for kind in optimizers)}:
+        raise UserError(f"PRESETS has {min(unused)!r}, which is never applied; expected PRESET/OPTIMIZER, an optimizer being one of "
+                        f"{', '.join(optimizers)}")
     chosen = flags.get("preset", preset)
     check_choice("preset", chosen, presets)
     overrides = dict(PRESETS[chosen])
@@ -194,26 +183,32 @@ def configure(argv: list[str]) -> None:
     overrides.update(PRESETS.get(f"{chosen}/{wanted}", {}))
     if "dataset" in flags:
         overrides["val_dataset"] = ""  # a preset's validation data go with its training data
-    for name, value in overrides.items():
-        if name not in GLOBALS:
-            near = difflib.get_close_matches(name, GLOBALS, 1, 0)[0]
-            raise UserError(f"the preset {chosen} sets {name}, which is not a global; did you mean {near}?")
-        if not isinstance(value, (str, int, float)):
-            raise UserError(f"the preset {chosen} sets {name} to {value!r}, expected {type(globals()[name]).__name__}, such as "
-                            f"{globals()[name]!r}")
-        overrides[name] = parse(name, str(value), type(globals()[name]))
-    globals().update({**overrides, **flags})
+    try:
+        overrides = dict(parse(f"--{name}={value}") for name, value in overrides.items())
+    except UserError as error:
+        raise UserError(f"the preset {chosen}: {error}") from None
+    globals().update(overrides | flags)
     check_globals()
 
 
-def parse(name: str, text: str, kind: type):
+def parse(word: str) -> tuple[str, bool | int | float | str]:
+    """--name=value, or the bare --name of a switch, to the global's name and value."""
+    name, equals, text = word.removeprefix("--").partition("=")
+    kind = type(globals()[name]) if name in GLOBALS else None
+    if kind is bool and not equals:
+        equals, text = "=", "true"
+    if not word.startswith("--") or not equals:
+        raise UserError(f"found {word!r}; expected --name=value; see --help")
+    if not kind:
+        near = difflib.get_close_matches(name, GLOBALS, 1, 0.4)
+        raise UserError(f"there is no --{name}; " + (f"did you mean --{near[0]}={text}?" if near else "--help lists the names"))
     try:
         if kind is bool:
-            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+            return name, {"true": True, "1": True, "false": False, "0": False}[text.lower()]
         value = kind(text)
         if kind is float and not math.isfinite(value):
             raise ValueError
-        return value
+        return name, value
     except (ValueError, KeyError):
         expected = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
         raise UserError(f"--{name}={text}: expected {expected}, for instance --{name}={globals()[name]}") from None
@@ -241,20 +236,18 @@ def check_globals() -> None:
         expect("of at most 0.996 beside --param_dtype=bfloat16, whose 8 bits let no slower average decay", lambda x: x <= 0.996,
                "adam_beta1 adam_beta2" + " momentum" * (optimizer in VARIANTS) + " beta2" * (optimizer in ("normuon", "muon2")))
     expect("in [0, 1]", lambda x: 0 <= x <= 1, "decay_frac min_lr_frac")
+    pairs = 2 * n_head
+    expect(f"divisible by 2 x --n_head, as RoPE turns pairs: --n_embd={max(1, round(n_embd / pairs)) * pairs}",
+           lambda x: x % pairs == 0, "n_embd")
+    expect(f"of at least one window of --block_size: --val_tokens={block_size}", lambda x: x >= block_size, "val_tokens")
     check_choice("schedule", schedule, ["constant", "cosine", "wsd"])
     check_choice("adjust_lr_fn", adjust_lr_fn, ["original", "match_rms_adamw", "frobenius"])
     check_choice("dtype", dtype, ["auto", "float32", "bfloat16"])
     check_choice("param_dtype", param_dtype, ["float32", "bfloat16"])
     if device:
         check_choice("device", re.sub(r":\d+$", "", device), ["cpu", "cuda", "mps"])
-    if n_embd % n_head or n_embd // n_head % 2:
-        raise UserError(f"--n_embd={n_embd} gives {n_head} heads a width of {n_embd / n_head:g}; expected an even whole number; "
-                        f"for instance --n_embd={max(2, round(n_embd / n_head / 2) * 2) * n_head}")
     if run_name and not re.fullmatch(r"[\w=+-][\w.=+-]*", run_name):
         raise UserError(f"--run_name={run_name}: it names files, so use letters, digits and any of . _ = + -, and no dot at first")
-    if val_tokens < block_size:
-        raise UserError(f"--val_tokens={val_tokens} is less than one window of --block_size={block_size}; use "
-                        f"--val_tokens={block_size} or more")
 
 
 def usage() -> str:
@@ -546,8 +539,7 @@ class Model(nn.Module):
             torch._inductor.config.cpp.vec_isa_ok = True  # else 10 s of compiling go into learning what /proc/cpuinfo says
         if not torch.compiler.config.cache_key_tag:  # torch's cache does not tell vector sets apart; code for another one gives NaN
             torch.compiler.config.cache_key_tag = torch.backends.cpu.get_cpu_capability()
-        limit = torch._dynamo.config.recompile_limit  # of graphs a function may have: an edited block may have one a layer and mode
-        torch._dynamo.config.recompile_limit = max(limit, 2 * len(self.blocks) + 8)
+        torch._dynamo.config.recompile_limit = 2 * len(self.blocks) + 8  # an edited block may have a graph a layer and mode
         torch._dynamo.config.optimize_ddp = False  # it would cut that graph at DDP's buckets; gradients leave block by block anyway
         for block in self.blocks:
             block.compile(dynamic=False)
@@ -823,7 +815,8 @@ class Checkpoints:
     def save(self, content: dict, val_loss: float | None) -> None:
         """content: tensors, of which copies are written, and plain types."""
         self.wait()
-        Checkpoints.writer = threading.Thread(target=self._write, args=(to_host(content), val_loss))
+        content = tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), content)  # training changes them next
+        Checkpoints.writer = threading.Thread(target=self._write, args=(content, val_loss))
         self.writer.start()
 
     def wait(self, last: bool = False) -> None:
@@ -885,19 +878,17 @@ class Checkpoints:
     def check(self, saved: dict, data: str) -> str:
         """May this run go on from a checkpoint that was loaded? data: checksum of what this run reads. Returns what --allow_change has
         let pass, now and before, as STEP:name=value,name=value;STEP:..."""
-        changed = [name for name in GLOBALS if name not in MAY_CHANGE and saved["globals"].get(name) != globals()[name]]
-        told = [f"{name} ({saved['globals'].get(name)} then, {globals()[name]} now)" for name in changed]
-        if other_data := saved["data"] != data:
-            told += [f"the data (another checksum; `python prepare.py verify {dataset}{data_flag()}` tells whether a shard is damaged)"]
-        if told and not allow_change:
-            raise UserError(f"--resume: the checkpoint was made with other values of {', '.join(told)}; give the same, or "
-                            "--allow_change=true")
+        then, now = {**saved["globals"], "data": saved["data"]}, {**{name: globals()[name] for name in GLOBALS}, "data": data}
+        changed = [name for name in now if name not in MAY_CHANGE and then.get(name) != now[name]]
+        if changed and not allow_change:
+            told = ", ".join(f"{name} ({then.get(name)} then, {now[name]} now)" for name in changed)
+            raise UserError(f"--resume: the checkpoint was made with other values of {told}; give the same, or --allow_change=true")
         this, run = f"step_{saved['step']:08d}.pt", self.folder.name
         if self.rank == 0 and (newer := [path for path in self.folder.glob("step_*.pt") if path.name > this and not damage(path)]):
             raise UserError(f"--resume={resume}: run {run} has newer checkpoints ({max(newer)}); go on from there with "
                             f"--run_name={run} --resume=auto, or branch off with another --run_name")
-        now = ",".join([f"{name}={globals()[name]}" for name in changed] + [f"data={data}"] * other_data)
-        return ";".join(filter(None, [saved.get("changed"), now and f"{saved['step']}:{now}"]))
+        news = ",".join(f"{name}={now[name]}" for name in changed)
+        return ";".join(filter(None, [saved.get("changed"), news and f"{saved['step']}:{news}"]))
 
 
 def read_note(path: Path) -> dict | None:
@@ -954,25 +945,13 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-@contextlib.contextmanager
-def fitting():
-    """Around loading a checkpoint: one that is of another model or optimizer is the user's mistake."""
+def load_into(target: nn.Module | torch.optim.Optimizer, state: dict) -> None:
+    """A checkpoint that is of another model or optimizer is the user's mistake."""
     try:
-        yield
+        target.load_state_dict(state)
     except (RuntimeError, ValueError) as error:
         raise UserError(f"--resume: the checkpoint is of another model or optimizer ({' '.join(str(error).split())[:200]}); give "
                         "the flags of the run that made it, or the script that its log begins with") from None
-
-
-def to_host(tree):
-    """A copy of nested dicts and lists with every tensor in host memory, detached from what training changes next."""
-    if isinstance(tree, Tensor):
-        return tree.detach().to("cpu", copy=True)
-    if isinstance(tree, dict):
-        return {key: to_host(value) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return [to_host(value) for value in tree]
-    return tree
 
 
 # ======================================================================================================================
@@ -1161,8 +1140,8 @@ def fast_bf16(where: torch.device) -> bool:
     if where.type == "cuda":
         return torch.cuda.get_device_capability(where) >= (8, 0)
     with contextlib.suppress(OSError):
-        has = set(re.findall(r"\w+", Path("/proc/cpuinfo").read_text())).issuperset
-        return where.type == "cpu" and (has({"amx_bf16"}) or has({"AuthenticAMD", "avx512_bf16"}))
+        words = set(re.findall(r"\w+", Path("/proc/cpuinfo").read_text()))
+        return where.type == "cpu" and ("amx_bf16" in words or {"AuthenticAMD", "avx512_bf16"} <= words)
     return False
 
 
@@ -1262,15 +1241,11 @@ def micro_batches(world: int) -> int:
     """How many of them each rank accumulates to an update; settles micro_batch_size."""
     global micro_batch_size
     micro_batch_size = micro_batch_size or max(1, batch_size // world)
-    together = micro_batch_size * world
-    if batch_size % together:
+    if batch_size % (micro_batch_size * world):
         fits = [micro for micro in range(1, micro_batch_size) if batch_size % (micro * world) == 0]
-        ranks = max((n for n in range(1, world) if batch_size % (n * micro_batch_size) == 0), default=0)
-        mend = (f"--micro_batch_size={fits[-1]}" if fits else f"--batch_size={max(1, batch_size // together) * together}"
-                + (f" or {ranks} ranks" if ranks else ""))
-        raise UserError(f"--batch_size={batch_size} is not a multiple of --micro_batch_size={micro_batch_size} x {world} ranks; "
-                        f"use {mend}")
-    return batch_size // together
+        mend = f"--micro_batch_size={fits[-1]}" if fits else f"a --batch_size that is a multiple of {world}"
+        raise UserError(f"--batch_size={batch_size} is not a multiple of --micro_batch_size={micro_batch_size} x {world} ranks; use {mend}")
+    return batch_size // (micro_batch_size * world)
 
 
 def train() -> dict:
@@ -1364,8 +1339,7 @@ def train() -> dict:
     changed = ""
     if saved:
         changed = checkpoints.check(saved, facts["data_checksum"])
-        with fitting():
-            raw.load_state_dict(saved["model"])
+        load_into(raw, saved["model"])
     step, train_time, skipped = (saved[key] for key in ("step", "train_time", "skipped")) if saved else (0, 0.0, 0)
     log = lambda line: None  # on all ranks but 0
     if rank == 0:
@@ -1442,10 +1416,9 @@ def train() -> dict:
     optimizers = build_optimizers(raw, compile, ns_dtype)
     warnings.filterwarnings("ignore", "(Muon|AdamW): a gradient is not finite")  # the log counts them
     if saved:
-        with fitting():
-            for opt, state in zip(optimizers, saved["optimizers"], strict=True):  # the state; hyperparameters are this run's
-                groups = [{**ours, "params": theirs["params"]} for ours, theirs in zip(opt.param_groups, state["param_groups"])]
-                opt.load_state_dict({**state, "param_groups": groups})
+        for opt, state in zip(optimizers, saved["optimizers"]):  # the state; hyperparameters are this run's
+            groups = [{**ours, "params": theirs["params"]} for ours, theirs in zip(opt.param_groups, state["param_groups"])]
+            load_into(opt, {**state, "param_groups": groups})
         torch.set_rng_state(saved["rng"])
         log(f"resumed:step:{step} world_size:{world} code:{'same' if saved['source'] == source_hash() else 'changed'}"
             + f" changed:{changed}" * bool(changed))
@@ -1627,8 +1600,7 @@ def cli() -> int:
     if os.name == "nt":
         complain("found Windows, expected Linux or macOS; run it in WSL2, which `wsl --install` installs")
         return 1
-    with contextlib.suppress(AttributeError):  # a sample or a comment may have letters that the terminal has not
-        sys.stdout.reconfigure(errors="replace")
+    sys.stdout.reconfigure(errors="replace")  # a sample or a comment may have letters that the terminal has not
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(usage())
         return 0

@@ -213,7 +213,7 @@ def test_train_gpt_end_to_end(fake, capsys):
     (["train_fake.py", "--log_dir=train_fake.py"], "cannot make the folder --log_dir=train_fake.py: File exists"),
     (["broken.py", "--seed=1"], "broken.py cannot be imported: ModuleNotFoundError: No module named 'nowhere'"),
     ([TRAIN, "--optimizer=muon,moun"], "did you mean --optimizer=muon?"), ([TRAIN, "--gama=1,10"], "did you mean --gamma=1?"),
-    ([TRAIN, "--preset=demo,gpt2-small", "--n_head=4,7"], "--n_embd=256 gives 7 heads a width of")])
+    ([TRAIN, "--preset=demo,gpt2-small", "--n_head=4,7"], "expected a number divisible by 2 x --n_head, as RoPE turns pairs: --n_embd=252")])
 def test_mistakes_are_one_line(fake, args, message):
     (fake / "broken.py").write_text("import nowhere\n\nGLOBALS = []\ndef configure(argv): pass\n")
     command = [sys.executable, os.path.join(ROOT, "tools/sweep.py"), *args]
