@@ -694,8 +694,11 @@ def memory_estimate(model: nn.Module, world: int, gpu: bool, bf16: bool) -> dict
         block += tokens * n_embd * 2 * act                   # the fused kernel keeps v, a view, and so all of qkv
     if not compile and len(inner) == 3:  # the Llama: silu's result, autocast's copies for each product, what RMSNorm keeps on a CPU
         block += tokens * (inner[0] * act + n_embd * ((4 * act if bf16 else 0) + (0 if gpu else 8)))
-    kept = tokens * n_embd * 4 * n_layer + block if activation_checkpointing else block * n_layer
-    kept += tokens * (n_embd * (act + 4) + model.embed.weight.size(0) * (2 * act if compile else act + 8))  # the loss: logits, gradient
+    loss = tokens * (n_embd * (act + 4) + model.embed.weight.size(0) * (act if compile else 12))  # logits; uncompiled, 3 times in fp32
+    if activation_checkpointing:  # a block's activations are there in its own backward pass, with the gradients before and behind it
+        kept = tokens * n_embd * 4 * n_layer + max(loss, block + tokens * n_embd * 8)
+    else:
+        kept = block * n_layer + loss
     if act < width:  # autocast keeps a copy of each weight until its backward pass
         copied = [model.head, model.blocks[0]] if activation_checkpointing and compile else [model]
         kept += act * sum(p.numel() for part in copied for p in part.parameters() if p.ndim > 1)
