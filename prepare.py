@@ -88,7 +88,7 @@ MAGIC, VERSION, HEADER = 20240520, 1, 1024  # HEADER in bytes
 SHARD_TOKENS = 100_000_000
 SPLITS = ("train", "val")
 TEXT, RECORDS = (".txt", ".md", ".py"), (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".parquet")
-UNIT = 8 << 20  # bytes of text, about, that a worker takes at a time
+UNIT = 8 << 20  # bytes of text, about, or of ids that a worker takes at a time
 RETRY_PAUSES = (1, 4, 15, 60)  # seconds, after network errors
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 SPLIT_WORD = re.compile(r"(?<![A-Za-z])(train|val(?:id|idation)?)(?![A-Za-z])")  # in the name of a file of tokens
@@ -130,7 +130,7 @@ def load_tokenizer(name, file=None):
                             "6d1cbeee0f20b3d9449abfede4726ed8212e3aee and encoder.json as "
                             "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6", "export TIKTOKEN_CACHE_DIR=FOLDER") from None
         return Tokenizer("gpt2", 50257, 50256, lambda text, start: gpt2.encode_to_numpy(text, disallowed_special=()), gpt2.decode,
-                         lambda: np.array([len(gpt2.decode_single_token_bytes(i)) for i in range(50256)] + [0]))
+                         functools.cache(lambda: np.array([len(gpt2.decode_single_token_bytes(i)) for i in range(50256)] + [0])))
     import sentencepiece
     if not Path(file).is_file() or sha256(file) != LLAMA2["sha256"]:
         raise UserError(f"{file} is not Llama 2's tokenizer.model", f"sha256 {LLAMA2['sha256'][:16]}...",
@@ -264,8 +264,12 @@ def units_of(item, path, row):
         units = [{**item, "from": a, "to": min(a + UNIT, end), "start": start, "end": end,
                   "val": item["val"] or start > 0, "size": min(UNIT, end - a)}
                  for start, end in ((0, cut), (cut, size)) for a in range(start, end, UNIT)]
+    elif kind == "ready":  # nanoGPT's one file in parts, of an even number of bytes; a shard as a whole, as its crc32 is of all of it
+        skip = ready_header(path)
+        step = size if skip else UNIT
+        units = [{**item, "skip": skip, "from": a, "to": min(a + step, size), "size": min(step, size - a)} for a in range(0, size, step)]
     else:
-        units = [{**item, "skip": ready_header(path)} if kind == "ready" else item]
+        units = [item]
     return units, rows
 
 
@@ -415,7 +419,8 @@ def ready_blocks(unit, tokenizer):
         if ours and words[0] != tokenizer.vocab_size:
             raise UserError(f"{path} holds ids of a vocabulary of {words[0]}", f"{tokenizer.vocab_size}, of {tokenizer.name}",
                             "--tokenizer=bytes or gpt2 names what made it; shards of another run as they are: --dataset=NAME")
-        while block := f.read(8 << 20):
+        f.seek(max(unit["skip"], unit["from"]))
+        while block := f.read(min(8 << 20, unit["to"] - f.tell())):
             crc = zlib.crc32(block, crc)
             ids = np.frombuffer(block, dtype="<u2")
             if ids.max() >= tokenizer.vocab_size:
@@ -443,7 +448,7 @@ def encode_unit(unit, part, tokenizer):
         if unit["kind"] == "ready":
             for ids, rows in ready_blocks(unit, tokenizer):
                 files[unit["val"]].write(ids)
-                table.extend(rows.tolist())
+                table = np.concatenate([table, rows]) if len(table) else rows  # as lists these would take five times as much
         else:
             for text, validates, starts, ends in documents(unit):
                 tokens = 0
@@ -503,7 +508,8 @@ def build(args, source, found, tokenizer, inputs, splits, limit=None, fetch=None
     """
     final, folder = Path(args.data_dir, args.name), Path(args.data_dir, f"{args.name}.partial")
     size = sum(item["size"] for item in inputs)
-    need = 2 * limit[1] if limit else size * (2 if tokenizer[0] == "bytes" else 0.5)  # at least
+    rate = 1 if inputs[0]["kind"] == "ready" else 2 if tokenizer[0] == "bytes" else 0.5  # bytes of shards per byte, at least
+    need = 2 * limit[1] if limit else rate * size
     check_disk((args.data_dir, need - sum(shard.stat().st_size for shard in folder.glob("*.bin"))), *downloads.items())
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     workers = args.workers or min(cores, 1 + size // UNIT)

@@ -448,6 +448,17 @@ def test_a_disk_that_is_too_small_is_refused(tokenizer, monkeypatch):
     refused("0.0 GB", "--data_dir", "text", "--input", "a.txt", "--name", "mine", *flags)
 
 
+@needs_gpt2
+@pytest.mark.parametrize("tokenizer", ["bytes", "gpt2"])
+def test_tokens_that_are_imported_take_as_much_again(tokenizer, monkeypatch, capsys):
+    write("train.bin", np.full(1500, 65, "<u2").tobytes())
+    flags = ("import", "train.bin", "--name", "mine", "--tokenizer", tokenizer, "--workers", "1")
+    monkeypatch.setattr(prepare.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 2999})())
+    refused("0.0 GB", "--data_dir", *flags)
+    monkeypatch.setattr(prepare.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 3000})())
+    prepare.main(flags)
+
+
 def test_what_two_folders_need_of_one_disk_adds_up(monkeypatch):
     monkeypatch.setattr(prepare.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 3000})())
     prepare.check_disk(("data", 2000), ("cache", 1000))
@@ -712,6 +723,41 @@ def test_import_of_nanogpt_and_modded_nanogpt(monkeypatch):
         total = json.loads(pathlib.Path("data", name, "manifest.json").read_text())["splits"]["train"]
         assert total["documents"] == (made["train"] == 256).sum() == len(made["train"]) - total["bytes"]
         prepare.main(["verify", name])
+
+
+def test_import_goes_on_from_the_last_finished_part_of_a_file(monkeypatch):
+    """Parts of 700 tokens: documents cross their borders, and end and begin there. What is finished is not read again."""
+    monkeypatch.setattr(prepare, "SHARD_TOKENS", 3000)
+    made = np.random.default_rng(0).integers(0, 256, 10_000).astype("<u2")
+    made[[99, 699, 1400, 2500, 2501, 5599, 9999]] = 256
+    write("nano/train.bin", made.tobytes())
+    flags = ("import", "nano", "--name", "mine", "--tokenizer", "bytes", "--workers", "1")
+    prepare.main(flags)
+    whole = contents("data/mine")
+    assert json.loads(whole["manifest.json"])["splits"]["train"] == {"tokens": 10_000, "documents": 7, "bytes": 9993}
+    shutil.rmtree("data")
+    monkeypatch.setattr(prepare, "UNIT", 1400)
+    encode_unit, read = prepare.encode_unit, []
+
+    def interrupted(unit, *job):
+        read.append(unit["from"])
+        if len(read) == 6:
+            raise KeyboardInterrupt
+        return encode_unit(unit, *job)
+    monkeypatch.setattr(prepare, "encode_unit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        prepare.main(flags)
+    prepare.main(flags)
+    assert read == [*range(0, 8400, 1400), *range(7000, 20_000, 1400)]
+    assert contents("data/mine") == whole
+
+
+def test_import_makes_the_same_with_any_number_of_workers(monkeypatch):
+    ids = np.random.default_rng(0).integers(0, 257, 5_000_000).astype("<u2")  # two parts
+    write("nano/train.bin", ids.tobytes())
+    for workers in ("1", "2"):
+        prepare.main(["import", "nano", "--name", "mine", "--tokenizer", "bytes", "--workers", workers, "--data_dir", workers])
+    assert contents("1/mine") == contents("2/mine") and np.array_equal(np.fromfile("1/mine/mine_train_000001.bin", "<u2", offset=1024), ids)
 
 
 def test_import_tells_what_validates_by_a_word_not_by_three_letters(capsys):
