@@ -178,10 +178,14 @@ def describe(kind, path, name):
 
 
 def walk(folder):
-    """(path, posix path relative to `folder`) of each file below it, sorted by the latter."""
-    paths = [Path(root, name) for root, _, names in os.walk(folder) for name in names]
-    paths = [path for path in paths if path.is_file()]  # not a dangling link, such as an editor's lock, nor a pipe
-    return sorted(((path, path.relative_to(folder).as_posix()) for path in paths), key=lambda pair: pair[1])
+    """
+    -> (path, posix path relative to `folder`) of each file below it, sorted by the latter; folders that are links, and
+    are not followed: they may lead in a circle.
+    """
+    paths = [Path(root, name) for root, folders, names in os.walk(folder) for name in folders + names]
+    files = [path for path in paths if path.is_file()]  # not a dangling link, such as an editor's lock, nor a pipe
+    return (sorted(((path, path.relative_to(folder).as_posix()) for path in files), key=lambda pair: pair[1]),
+            [path for path in paths if path.is_symlink() and path.is_dir()])
 
 
 def check_there(path, expected):
@@ -192,16 +196,19 @@ def check_there(path, expected):
 
 def find_files(paths):
     """The files of known kind in `paths`, files or folders, in order; one that is met twice counts once."""
-    found = {}
+    found, linked = {}, []
     for path in map(Path, paths):
         check_there(path, "a file or a folder")
-        files = [(file, name) for file, name in (walk(path) if path.is_dir() else [(path, path.name)])
-                 if name.endswith(TEXT + RECORDS)]
+        files, links = walk(path) if path.is_dir() else ([(path, path.name)], [])
+        files, linked = [(file, name) for file, name in files if name.endswith(TEXT + RECORDS)], linked + links
         if not files:
             raise UserError(f"--input {path} holds no text", f"text in files {' '.join(TEXT + RECORDS)}", f"ls -R {quote(str(path))}")
         for file, name in files:
             kind = "text" if name.endswith(TEXT) else "parquet" if name.endswith(".parquet") else "json"
             found.setdefault(file.resolve(), describe(kind, file, name))
+    if linked:
+        more = f" and {len(linked) - 1} more" if linked[1:] else ""
+        print(f"prepare.py: note: folders that are links are left out: {linked[0]}{more}; give them with --input too", file=sys.stderr)
     return list(found.values())
 
 
@@ -487,7 +494,7 @@ def encoders(workers, tokenizer):
         yield lambda *job: executor.submit(encode_unit, *job, tokenizer).result, Tokenizer(*loaded[0].result())
     except concurrent.futures.process.BrokenProcessPool:
         raise UserError("a worker process was killed, most likely for want of memory", "0.5 GiB for each",
-                        "the same command with --workers 1 goes on from here") from None
+                        "the same command with --workers 1 goes on from here, or begins again if this took less than a minute") from None
     finally:
         for process in set(multiprocessing.active_children()) - set(others):
             process.terminate()
@@ -651,18 +658,19 @@ def seal(folder, split, index, tokens, codec):
 
 def finish(folder, name, state, codec, splits):
     """Seal the last shards and write the manifest."""
-    totals, shards = state["splits"], list(state["shards"])
+    totals, shards, source = state["splits"], list(state["shards"]), state["source"]
     n = sum(total["documents"] for total in totals.values())
     if not any(total["bytes"] for total in totals.values()):
-        raise UserError(f"none of the {n} documents holds text", "at least one that does", "give other files with --input")
+        paths = " ".join(source.get("inputs") or [source.get("path") or source["kind"]])
+        raise UserError(f"none of the {n} documents of {paths} holds text", "at least one that does", "give other files")
     for split in SPLITS:
         whole, rest = divmod(totals[split]["tokens"], SHARD_TOKENS)
         if split in splits and not whole + rest:
             mend = {"hub": "give more --tokens", "text": "add text, or give another --val_fraction"}
-            raise UserError(f"{n} documents leave none for {split}", "at least one", mend.get(state["source"]["kind"], "add text"))
+            raise UserError(f"{n} documents leave none for {split}", "at least one", mend.get(source["kind"], "add text"))
         if rest:
             shards.append(seal(folder, split, whole, rest, codec))
-    manifest = {"format": 1, "name": name, "source": {**state["source"], **state["found"]}, "tokenizer": codec.name,
+    manifest = {"format": 1, "name": name, "source": {**source, **state["found"]}, "tokenizer": codec.name,
                 "vocab_size": codec.vocab_size, "eot": codec.eot, "splits": totals,
                 "shards": sorted(shards, key=lambda shard: shard["file"])}
     write_json(folder / "manifest.json", manifest)
@@ -851,7 +859,7 @@ def named_tokenizer(args, default):
 def prepare_pysrc(args):
     """Every .py of the running Python's library, outside site-packages; those that are not UTF-8 are left out."""
     library, others = sysconfig.get_paths()["stdlib"], {"site-packages", "dist-packages", "__pycache__"}
-    files = [{**describe("text", path, name), "skip_not_utf8": True} for path, name in walk(library)
+    files = [{**describe("text", path, name), "skip_not_utf8": True} for path, name in walk(library)[0]
              if name.endswith(".py") and not others & set(name.split("/"))]
     choose_val(files, 0.02)
     return prepare_files(args, {"kind": "pysrc", "python": sys.version.split()[0]}, ("bytes", None), files, SPLITS)
@@ -991,7 +999,7 @@ def show(args):
     for shard in {shard["split"]: shard for shard in reversed(manifest["shards"])}.values():
         ids = np.fromfile(Path(args.data_dir, args.name, shard["file"]), "<u2", 200, offset=HEADER)
         print(f"\n{shard['file']} begins with {ids[:10].tolist()}")
-        for document in np.split(ids, np.flatnonzero(ids == codec.eot)):
+        for document in np.split(ids, np.flatnonzero(ids[:-1] == codec.eot) + 1):
             print(f"| {codec.decode([i for i in document.tolist() if i != codec.eot])!r}")
     return manifest
 

@@ -658,6 +658,11 @@ def test_show_decodes(dataset, capsys):
     prepare.main(["show", "mine"])
     out = capsys.readouterr().out
     assert '"tokenizer": "bytes"' in out and repr(sentences(50)[0][:20])[1:-1] in out
+    write("r.jsonl", jsonl(["one", "two", "", "three"]))
+    text("r.jsonl", name="short")
+    capsys.readouterr()
+    prepare.main(["show", "short"])  # shards of less than is shown: behind the last document there is none
+    assert [line for line in capsys.readouterr().out.splitlines() if line[:1] == "|"] == ["| 'one'", "| 'two'", "| ''", "| 'three'"]
 
 
 @pytest.mark.parametrize("command", ["verify", "show"])
@@ -873,9 +878,8 @@ def test_import_refuses():
     ("is damaged", "rm in/cut.jsonl.zst", ["text", "--input", "in/cut.jsonl.zst", "--name", "mine"]),
     ("is damaged", "rm in/cut.jsonl.gz", ["text", "--input", "in/cut.jsonl.gz", "--name", "mine"]),
     ("in/odd.png holds no text", "ls", ["text", "--input", "in/fine.txt", "in/odd.png", "--name", "mine"]),
-    ("none of the 2 documents holds text", "--input", ["text", "--input", "in/blank.jsonl", "--name", "mine"]),
-    ("none of the 0 documents holds text", "--input", ["text", "--input", "in/nothing.txt", "--name", "mine"]),
-    ("1 documents leave none for train", "add text", ["text", "--input", "in/single.jsonl", "--name", "mine"]),
+    ("none of the 2 documents of in/blank.jsonl holds text", "give other files", ["text", "--input", "in/blank.jsonl", "--name", "mine"]),
+    ("none of the 0 documents of in/nothing.txt holds text", "give other files", ["text", "--input", "in/nothing.txt", "--name", "mine"]),
     ("1 documents leave none for train", "add text", ["text", "--input", "in/single.jsonl", "--name", "mine"]),
     ("the line at byte 0 is not JSON", "delete it", ["text", "--input", "in/deep.jsonl", "--name", "mine"]),
     ("nope/manifest.json does not exist", "python prepare.py", ["verify", "nope"]),
@@ -914,6 +918,20 @@ def test_bad_input(found, mend, argv):
 def test_a_number_of_tokens_is_at_least_one(tokens):
     with pytest.raises(prepare.UserError, match=f"{tokens} is not a number of tokens, such as 10B"):
         prepare.parse(["fineweb", "--tokens", tokens])
+
+
+def test_a_folder_that_is_a_link_is_not_followed_and_told(capfd):
+    write("in/a.txt", "word " * 1000)
+    write("there/b.txt", "else")
+    for name in ("b", "c"):
+        os.symlink("../there", f"in/{name}")
+    os.symlink("..", "in/circle")
+    text("in", val_fraction=0)
+    assert texts("mine", "train") == ["word " * 1000]
+    told, = capfd.readouterr().err.splitlines()
+    assert re.fullmatch("prepare.py: note: folders that are links are left out: in/(b|c|circle) and 2 more; give them with --input too", told)
+    text("in", "in/b", name="both", val_fraction=0)
+    assert texts("both", "train") == ["word " * 1000, "else"]
 
 
 def test_an_editors_lock_and_a_pipe_are_not_read():
@@ -968,7 +986,7 @@ def die(*job):
 def test_a_worker_that_dies_is_named(monkeypatch):
     monkeypatch.setattr(prepare, "encode_unit", die)
     monkeypatch.setattr(prepare, "start_worker", None)
-    with pytest.raises(prepare.UserError, match="worker process was killed"):
+    with pytest.raises(prepare.UserError, match="worker process was killed.* or begins again if this took less than a minute"):
         with prepare.encoders(2, ("bytes", None)) as (submit, _):
             submit({}, "part")()
 
