@@ -109,8 +109,8 @@ class Tokenizer(NamedTuple):
     name: str
     vocab_size: int
     eot: int
-    encode: Callable = None  # (text, does it start a document?) -> array of ids
-    decode: Callable = None  # list of ids -> text
+    encode: Callable  # (text, does it start a document?) -> array of ids
+    decode: Callable  # list of ids -> text
     lengths: Callable = None  # () -> array: bytes of text behind each id
 
 
@@ -410,11 +410,8 @@ def json_text(line, where):
         fields = ", ".join(record) if isinstance(record, dict) else type(record).__name__
         raise UserError(f"{where} has no string text, its fields are {fields}", "a string text",
                         "jq -c '{text: .FIELD}' FILE >NEW.jsonl renames yours")
-    try:
-        record["text"].encode()
-        return record["text"]
-    except UnicodeEncodeError:  # half a surrogate pair, from \ud800: U+FFFD takes its place, as in tiktoken
-        return record["text"].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    # of half a surrogate pair, from \ud800, U+FFFD takes the place, as in tiktoken
+    return record["text"].encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def ready_blocks(unit, tokenizer):
@@ -465,8 +462,7 @@ def encode_unit(unit, part, tokenizer):
                     tokens += len(ids)
                 if ends:
                     files[validates].write(eot)
-                size = len(text) if text.isascii() else len(text.encode())
-                table.append((validates, ends, tokens + ends, size))
+                table.append((validates, ends, tokens + ends, len(text.encode())))
     return np.array(table, dtype=np.int64).reshape(-1, 4)
 
 
@@ -476,22 +472,16 @@ def start_worker():
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()  # none outlives a kill -9 of it
 
 
-def vocabulary(*tokenizer):
-    """What a worker that has loaded the tokenizer can tell of it."""
-    return load_tokenizer(*tokenizer)[:3]
-
-
 @contextlib.contextmanager
 def encoders(workers, tokenizer):
-    """-> (submit(unit, part) -> wait() -> table, the Tokenizer without functions). A single worker is this process."""
+    """-> submit(unit, part) -> wait() -> table. A single worker is this process."""
     if workers == 1:
-        yield lambda *job: functools.partial(encode_unit, *job, tokenizer), Tokenizer(*vocabulary(*tokenizer))
+        yield lambda *job: functools.partial(encode_unit, *job, tokenizer)
         return
     others = multiprocessing.active_children()
     executor = concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), start_worker)
     try:
-        loaded = [executor.submit(vocabulary, *tokenizer) for _ in range(workers)]  # so that all of them start
-        yield lambda *job: executor.submit(encode_unit, *job, tokenizer).result, Tokenizer(*loaded[0].result())
+        yield lambda *job: executor.submit(encode_unit, *job, tokenizer).result
     except concurrent.futures.process.BrokenProcessPool:
         raise UserError("a worker process was killed, most likely for want of memory", "0.5 GiB for each",
                         "the same command with --workers 1 goes on from here, or begins again if this took less than a minute") from None
@@ -520,7 +510,8 @@ def build(args, source, found, tokenizer, inputs, splits, limit=None, fetch=None
     check_disk((args.data_dir, need - sum(shard.stat().st_size for shard in folder.glob("*.bin"))), *downloads.items())
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     workers = args.workers or min(cores, 1 + size // UNIT)
-    with encoders(workers, tokenizer) as (submit, codec), locked(folder):
+    codec = load_tokenizer(*tokenizer)  # a wrong one is told before any process starts
+    with encoders(workers, tokenizer) as submit, locked(folder):
         if (final / "manifest.json").exists():  # since existing() looked
             with contextlib.suppress(OSError):
                 folder.rmdir()  # which locked() has made anew
@@ -534,7 +525,7 @@ def build(args, source, found, tokenizer, inputs, splits, limit=None, fetch=None
         full = bool(limit) and counted["tokens"] >= limit[1]
         bar = tqdm(desc=args.name, total=limit[1] if limit else size, unit="tok" if limit else "B", unit_scale=True,
                    initial=counted["tokens"] or sum(item["size"] for item in inputs[:state["at"][0]]),
-                   delay=0.5, mininterval=0.1 if sys.stderr and sys.stderr.isatty() else 1, disable=not sys.stderr)
+                   delay=0.5, mininterval=1, disable=not sys.stderr)
         try:
             while not full:
                 while len(queue) < (2 * workers if workers > 1 else 1) and (job := next(jobs, None)):
@@ -666,8 +657,7 @@ def finish(folder, name, state, codec, splits):
     for split in SPLITS:
         whole, rest = divmod(totals[split]["tokens"], SHARD_TOKENS)
         if split in splits and not whole + rest:
-            mend = {"hub": "give more --tokens", "text": "add text, or give another --val_fraction"}
-            raise UserError(f"{n} documents leave none for {split}", "at least one", mend.get(source["kind"], "add text"))
+            raise UserError(f"{n} documents leave none for {split}", "at least one", "add text, --tokens or --val_fraction")
         if rest:
             shards.append(seal(folder, split, whole, rest, codec))
     manifest = {"format": 1, "name": name, "source": {**source, **state["found"]}, "tokenizer": codec.name,
@@ -812,13 +802,17 @@ def prepare_hub(args):
                "val": validates(path) if val == "by file name" else rule}
               for path in sorted(sizes, key=lambda path: (not validates(path), path))]
 
-    where, ahead = {"repo_id": repo, "repo_type": "dataset", "revision": commit}, {}
+    where = {"repo_id": repo, "repo_type": "dataset", "revision": commit}
+
+    def prefetch(name):
+        with contextlib.suppress(Exception):  # fetch() waits for the cache's lock, tries again, and tells
+            HfApi().hf_hub_download(filename=name, **where)
 
     def fetch(i):
-        for name in [item["name"] for item in inputs[i:i + 2]]:  # the next file comes down while this one is encoded
-            ahead[name] = ahead.get(name) or background(functools.partial(
-                hub, f"{name} of {repo}", functools.partial(HfApi.hf_hub_download, filename=name, **where)))
-        return ahead.pop(inputs[i]["name"]).result()
+        for item in inputs[i + 1:i + 2]:  # comes down while this one is encoded, in a thread that no exit waits for
+            threading.Thread(target=prefetch, args=[item["name"]], daemon=True).start()
+        name = inputs[i]["name"]
+        return hub(f"{name} of {repo}", lambda api: api.hf_hub_download(filename=name, **where))
 
     share = min(1, args.tokens / spec["tokens"]) if args.tokens and spec["tokens"] else 1
     missing = sum(item["size"] for item in inputs[:math.ceil(share * len(inputs))]
@@ -827,19 +821,6 @@ def prepare_hub(args):
     limit = (splits[0], args.tokens) if args.tokens else None
     return build(args, source, {"commit": commit}, tokenizer, inputs, splits, limit, fetch,
                  {constants.HF_HUB_CACHE: missing})
-
-
-def background(call):
-    """call() in a thread that no exit waits for; -> Future"""
-    future = concurrent.futures.Future()
-
-    def work():
-        try:
-            future.set_result(call())
-        except BaseException as e:
-            future.set_exception(e)
-    threading.Thread(target=work, daemon=True).start()
-    return future
 
 
 def named_tokenizer(args, default):
@@ -1105,9 +1086,9 @@ def main(argv):
     print(f"{folder}: {manifest['tokenizer']} tokens, checksum {digest(manifest['shards'])[:16]}, {seconds:.1f} s")
     following = NEXT.get(args.name, f"train_gpt.py --dataset={args.name}")
     few = manifest["splits"].get("val", {}).get("tokens", 0)
-    mend = {"text": "prepare more text, or with a larger --val_fraction", "import": "put the val file beside the train file"}
-    if few <= 256 and args.command in mend:
-        print(f"note: {few} tokens to validate on are less than a window of the demo's; {mend[args.command]}")
+    if few <= 256 and args.command in ("text", "import"):
+        print(f"note: {few} tokens to validate on are less than a window of the demo's; take more text, a larger --val_fraction, or put "
+              "the val file beside the train file")
     elsewhere = "" if args.data_dir == "data" else f" --data_dir={quote(args.data_dir)}"
     print(f"next: torchrun --standalone --nproc_per_node=1 {following}{elsewhere}")
 

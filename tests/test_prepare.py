@@ -987,8 +987,14 @@ def test_a_worker_that_dies_is_named(monkeypatch):
     monkeypatch.setattr(prepare, "encode_unit", die)
     monkeypatch.setattr(prepare, "start_worker", None)
     with pytest.raises(prepare.UserError, match="worker process was killed.* or begins again if this took less than a minute"):
-        with prepare.encoders(2, ("bytes", None)) as (submit, _):
+        with prepare.encoders(2, ("bytes", None)) as submit:
             submit({}, "part")()
+
+
+def test_a_wrong_tokenizer_is_told_before_any_process_starts(monkeypatch):
+    write("in/a.txt", "text " * 100)
+    monkeypatch.setattr(prepare, "encoders", None)
+    refused("in/a.txt is not Llama 2's tokenizer.model", "--tokenizer_file", *TEXT, "--tokenizer_file", "in/a.txt", "--workers", "2")
 
 
 def test_gpt2_vocabulary_out_of_reach(tmp_path):
@@ -1007,7 +1013,7 @@ def test_gpt2_vocabulary_out_of_reach(tmp_path):
 
 class Hub:
     """What huggingface_hub asks of a Hub, for the files below `root`/REPO."""
-    sha = "0123456789abcdef0123456789abcdef01234567"
+    sha, pause = "0123456789abcdef0123456789abcdef01234567", 0  # the latter in s before a file
 
     def __init__(self, root):
         self.root, self.failures, self.asked, self.gated = root, [], [], None
@@ -1053,6 +1059,7 @@ class Hub:
             return self.json(handler, listing[start:start + 2], link if start + 2 < len(listing) else {})
         if not (folder / file[3]).is_file():
             return self.send(handler, 404, b"", {"X-Error-Code": "EntryNotFound"})
+        time.sleep(self.pause * (handler.command == "GET"))
         data = (folder / file[3]).read_bytes()
         headers = {"ETag": f'"{len(data)}-{abs(hash(data))}"', "X-Repo-Commit": self.sha, "Accept-Ranges": "bytes"}
         begin = re.fullmatch(r"bytes=(\d+)-.*", handler.headers.get("Range", "bytes=0-"))
@@ -1179,6 +1186,24 @@ def test_ready_shards_from_the_hub(hub):
     decode = tiktoken.get_encoding("gpt2").decode_single_token_bytes
     assert total["bytes"] == sum(len(decode(i)) for i in made["val_000000"] if i != 50256)
     prepare.main(["verify", "fineweb10b-gpt2"])
+
+
+@pytest.mark.parametrize("pause", [0, 0.3])
+def test_the_next_file_comes_down_meanwhile_and_every_file_once(pause, hub):
+    """While the one before is encoded, which is held up until then; or what is still on its way then is waited for."""
+    train, _ = lay_out(hub, "dclm")
+    hub.pause = pause
+    hold = """
+import glob, threading
+encode_unit = prepare.encode_unit
+def held(*job):
+    while len(glob.glob("hf_home/**/*.zst", recursive=True)) < 2: threading.Event().wait(0.01)
+    return encode_unit(*job)
+prepare.encode_unit = held"""
+    out = from_hub(hub, "dclm", "--tokenizer", "bytes", setup="" if pause else hold)
+    assert out.returncode == 0 and texts("dclm", "train") == train, out.stderr
+    got = [asked for asked in hub.asked if asked.startswith("GET /datasets")]
+    assert len(got) == len(set(got)) == 4, got
 
 
 def test_tokens_stops_at_the_end_of_a_document(hub):
