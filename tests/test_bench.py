@@ -356,6 +356,25 @@ def test_overhead_is_of_the_updates_after_the_first_ten(steps, tmp_path, monkeyp
         steps.main(["--overhead", "--preset=demo", f"--out={tmp_path}"])
 
 
+def test_cores_are_those_of_this_process(steps, monkeypatch):
+    """Under taskset a rank has its share of what that leaves; macOS has no such call."""
+    threads = []
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)), raising=False)
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.setattr(steps.dist, "init_process_group", lambda backend: None)
+    for variable, value in dict(RANK="0", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2").items():
+        monkeypatch.setenv(variable, value)
+    steps.main([*TINY, "--optimizers=muon"])
+    assert threads == [3]
+    monkeypatch.delattr(os, "sched_getaffinity")
+    prepare = fresh("tools/bench_prepare.py")
+    assert prepare.machine().startswith("64 cores of ")
+    with pytest.raises(SystemExit) as end:
+        prepare.main(["--help"])
+    assert not end.value.code
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # the three as commands: mistakes, rows that hang, signals
 

@@ -36,7 +36,7 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 import optim  # noqa: E402
-from bench_train import Parser, UserError, forget_peak, load, peak, state_size  # noqa: E402
+from bench_train import Parser, UserError, cores, forget_peak, load, peak, state_size  # noqa: E402
 
 MIB = 2**20
 
@@ -274,7 +274,7 @@ def main(argv: list[str]) -> str:
         if name in ("kj", "dion") and not getattr(args, name):
             raise UserError(f"--optimizers={name} needs --{name}=PATH of a clone")
     if "RANK" in os.environ:
-        torch.set_num_threads(max(1, os.cpu_count() // int(os.environ["LOCAL_WORLD_SIZE"])))
+        torch.set_num_threads(max(1, cores() // int(os.environ["LOCAL_WORLD_SIZE"])))
         if args.device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl" if args.device == "cuda" else "gloo")

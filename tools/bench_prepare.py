@@ -17,7 +17,6 @@ is with the inputs and targets of a CPU's training step, as a share of such a st
 be of this machine). For the other presets, where a GPU makes those and one process reads a batch while the update
 before it runs, it is a share of the time an update takes one H200 at 40 % of its 989 TFLOPS: reckoned, not measured.
 """
-import os
 import re
 import resource
 import statistics
@@ -30,13 +29,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
-from bench_train import Parser, UserError, load, random_shard  # noqa: E402
+from bench_train import Parser, UserError, cores, load, random_shard  # noqa: E402
 
 TOKENS = 40_000_000  # that --loader reads with each preset
 
 
 def machine():
-    return f"{len(os.sched_getaffinity(0))} cores of an {load(ROOT / 'train_gpt.py').cpu_name()}, Python {sys.version.split()[0]}"
+    return f"{cores()} cores of an {load(ROOT / 'train_gpt.py').cpu_name()}, Python {sys.version.split()[0]}"
 
 
 def prepare(args):
@@ -116,7 +115,7 @@ def main(argv):
     parser = Parser("bench_prepare.py", __doc__)
     parser.add_argument("--mb", type=int, default=1000, help="of text")
     parser.add_argument("--repeat", type=int, default=2)
-    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--workers", type=int, default=cores())
     parser.add_argument("--loader", action="store_true", help="time the loader instead")
     parser.add_argument("--log", type=Path, default=ROOT / "records/demo/gpt-demo-muon-vs-seed1.txt")
     args = parser.parse_args(argv)

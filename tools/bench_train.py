@@ -139,6 +139,11 @@ class Clock:
             torch.cuda.synchronize()
 
 
+def cores() -> int:
+    """How many this process may use, where that can be told."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def forget_peak(gpu: bool) -> None:
     """So that what compilation took does not count."""
     if gpu:
@@ -507,7 +512,7 @@ def main(argv: list[str]) -> str:
         rate = matmul.blocks[-1]["flops"] / statistics.median(matmul.seconds) if matmul else None
         facts = {
             "command": shlex.join(["python", "tools/bench_train.py", *argv]),
-            "cpu": f"{t.cpu_name()}, {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores, "
+            "cpu": f"{t.cpu_name()}, {cores()} cores, "
                    f"load average {load_before:.2f} before and {os.getloadavg()[0]:.2f} after",
             **({"gpu": torch.cuda.get_device_name()} if gpu else
                {"matmul": f"{rate / 1e9:,.0f} GFLOP/s in {'bf16' if autocast else 'fp32'} on the shapes of the weights and a micro-batch, "
