@@ -54,9 +54,8 @@ def shapes_of(preset: str) -> list[tuple[int, int]]:
     """Shapes of the matrices inside the blocks of a preset's model."""
     script = load(script_of(preset))
     script.configure([f"--preset={preset}"])
-    vocab = script.vocab_size or 256
     with torch.device("meta"):
-        model = script.Model(vocab)
+        model = script.Model(script.vocab_size or 256)
     return [tuple(p.shape) for name, p in model.named_parameters() if name.startswith("blocks.") and p.ndim == 2]
 
 
@@ -146,13 +145,8 @@ def extra_memory(device: str, function) -> float:
     return math.nan if before is None else (peak(gpu) - before) / MIB
 
 
-def table(header: list[str], rows: list[list[str]], markdown: bool) -> str:
-    if markdown:
-        lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
-        return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    widths = [max(len(line[i]) for line in [header, *rows]) for i in range(len(header))]
-    return "\n".join("  ".join(word.ljust(w) if i == 0 else word.rjust(w) for i, (word, w) in enumerate(zip(line, widths)))
-                     for line in [header, *rows])
+def table(header: list[str], rows: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(line) + " |" for line in [header, ["---"] + ["---:"] * (len(header) - 1), *rows])
 
 
 def bench(args) -> str:
@@ -195,7 +189,7 @@ def bench(args) -> str:
             f"bf16 products of these shapes: {rate / 1e12:.3f} TFLOP/s\n"
             f"median of {args.rounds} rounds after {args.warmup} steps; ratio to {NAMES.get(base, base)}"
             + ("; ours uncompiled, for want of a compiler" if None in optim._compiled else "") + "\n\n"
-            + table(["optimizer", "ms", "ratio", "TFLOP/s", "rate", "state MiB", "extra MiB"], rows, args.markdown))
+            + table(["optimizer", "ms", "ratio", "TFLOP/s", "rate", "state MiB", "extra MiB"], rows))
 
 
 NAMES = {"torch": "torch.optim.Muon", "torch-adamw": "torch.optim.AdamW (fused)", "kj": "KellerJordan SingleDeviceMuon",
@@ -233,7 +227,7 @@ def overhead(args) -> str:
     rows = [[name, *(f"{value:{form}} ({100 * (value / ref - 1):+.1f} %)" for value, ref, form in zip(of_name, figures[base], forms))]
             for name, of_name in figures.items()]
     return (f"preset {args.preset} of {script.name} {' '.join(args.rest)}: updates 10 to {last}; in brackets the difference to {base}\n\n"
-            + table(["optimizer", "tokens/s", "ms per update", "peak MiB", "state MiB"], rows, args.markdown))
+            + table(["optimizer", "tokens/s", "ms per update", "peak MiB", "state MiB"], rows))
 
 
 def main(argv: list[str]) -> str:
@@ -246,7 +240,6 @@ def main(argv: list[str]) -> str:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=2, help="steps before the first round")
     parser.add_argument("--device", default="", choices=["cpu", "cuda"])
-    parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--overhead", action="store_true", help="time whole updates of the training script")
     parser.add_argument("--nproc", type=int, default=1, help="ranks of --overhead, which it starts itself")
     parser.add_argument("--updates", type=int, default=200, help="of --overhead, after the first 10")
