@@ -929,7 +929,7 @@ def test_a_folder_that_is_a_link_is_not_followed_and_told(capfd):
     text("in", val_fraction=0)
     assert texts("mine", "train") == ["word " * 1000]
     told, = capfd.readouterr().err.splitlines()
-    assert re.fullmatch("prepare.py: note: folders that are links are left out: in/(b|c|circle) and 2 more; give them with --input too", told)
+    assert re.fullmatch(r"prepare.py: note: folders that are links are left out: in/\w+ and 2 more; give them with --input too", told)
     text("in", "in/b", name="both", val_fraction=0)
     assert texts("both", "train") == ["word " * 1000, "else"]
 

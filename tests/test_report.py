@@ -213,13 +213,14 @@ def test_of_two_copies_the_longer_counts(tmp_path, run, cut):
     assert status == 0 and "the longer log counts, once" in err and "unfinished" not in err
 
 
-def test_an_archive_of_logs_is_a_folder(tmp_path, run, logs):
+@pytest.mark.parametrize("name", ["logs.tar.xz", "logs.tgz"])
+def test_an_archive_of_logs_is_a_folder(name, tmp_path, run, logs):
     run("--baseline", "muon")
     folder = (tmp_path / "out/final.csv").read_text()
-    with tarfile.open(tmp_path / "logs.tar.xz", "w:xz") as archive:
+    with tarfile.open(tmp_path / name, "w:xz" if "xz" in name else "w:gz") as archive:
         for log in logs.iterdir():
             archive.add(log, f"some/{log.name}")
-    assert run(tmp_path / "logs.tar.xz", "--baseline", "muon", logs=False)[0] == 0
+    assert run(tmp_path / name, "--baseline", "muon", logs=False)[0] == 0
     assert (tmp_path / "out/final.csv").read_text() == folder
 
 
@@ -274,18 +275,20 @@ def test_missing_baseline_is_named(tmp_path, run, logs):
     assert not (tmp_path / "out/speedup.csv").exists()
 
 
-def test_mixed_devices_lose_their_times(tmp_path, run, logs):
+def test_mixed_devices_lose_their_times_and_memory(tmp_path, run, logs):
+    """Memory is a rank's: of two ranks each has half of the optimizer's state."""
     write(logs, "gpu.txt", log_text("muon", 4, device="NVIDIA H100"))
     _, _, err = run()
-    assert "runs on NVIDIA H100 × 1 and cpu × 1; their times are left out" in err
+    assert "runs on NVIDIA H100 × 1 and cpu × 1; their times and memory are left out" in err
     assert {r["20 %"] for r in rows_of(tmp_path / "out/speedup.csv") if r["axis"] == "time"} == {"nan"}
+    assert {row[key] for row in rows_of(tmp_path / "out/cost.csv") for key in ("peak MiB", "state MiB")} == {"nan"}
 
 
 def test_micro_batches_tell_times_apart_and_nothing_else(tmp_path, run, logs):
     """An update is the same whatever ranks and micro-batches compute it."""
     write(logs, "two.txt", log_text("muon", 4, micro_batch_size=4, world_size="2"))
     _, _, err = run()
-    assert "runs on cpu × 1 and cpu × 2, of unlike micro_batch_size; their times and peak memory are left out" in err
+    assert "runs on cpu × 1 and cpu × 2, of unlike micro_batch_size; their times and memory are left out" in err
     assert "never mixed" not in err and rows_of(tmp_path / "out/cost.csv")[0]["peak MiB"] == "nan"
     assert [r["n"] for r in rows_of(tmp_path / "out/final.csv")][0] == "4"
 
@@ -422,7 +425,7 @@ def test_validation_curves_are_smoothed_on_request(tmp_path, run, monkeypatch):
     assert [float(row["100 %"]) for row in (target, steps)] == pytest.approx([20 / 7, 1.2], rel=1e-4)  # the target is of 4 digits
     assert float(rows_of(tmp_path / "out/final.csv")[0]["val loss"]) == float(rows_of(tmp_path / "out/checkpoints.csv")[0]["100 %"]) == 1
     assert "validation loss, smoothed" in (tmp_path / "out/gpt-demo-loss-steps.svg").read_text()
-    assert "of the mean curves (exponential mean over log lines" in (tmp_path / "out/report.md").read_text()
+    assert "of the mean curves (exponential mean over evaluations, half-life 5 %" in (tmp_path / "out/report.md").read_text()
     run()
     assert float(rows_of(tmp_path / "out/speedup.csv")[0]["100 %"]) == 1
 
@@ -735,7 +738,8 @@ def test_a_finished_run_that_was_prolonged_is_read_to_its_end(capsys):
 def test_compiled_or_not_tells_times_apart(tmp_path, run, logs):
     write(logs, "eager.txt", log_text("muon", 4, compile=False))
     assert "of unlike compile; their times and peak memory are left out" in run()[2]
-    assert rows_of(tmp_path / "out/cost.csv")[0]["ms/update"] == "nan"
+    cost = rows_of(tmp_path / "out/cost.csv")[0]
+    assert cost["ms/update"] == cost["peak MiB"] == "nan" and float(cost["state MiB"]) == 22.5
 
 
 def test_shares_are_of_the_baselines_budget_and_no_curve_goes_on_behind_its_end(tmp_path, run):

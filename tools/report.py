@@ -39,7 +39,7 @@ SEPARATOR = "=" * 100
 CHECKPOINTS = (20, 40, 60, 80, 100)     # % of the baseline's budget
 CONFIDENCE = 0.95                       # of intervals: two-sided, Student-t over seeds
 HALF_LIFE = 0.05                        # of the exponential mean over a curve's losses, as a share of the budget
-SMOOTHED = f"exponential mean over log lines, half-life {100 * HALF_LIFE:g} % of the budget"
+SMOOTHED = f"half-life {100 * HALF_LIFE:g} % of the budget"
 TABLES = {"final", "checkpoints", "curves", "speedup", "paired", "train", "repeats", "cost"}    # each a NAME.csv
 
 # globals that say nothing about the experiment, and those in which the rows of an experiment may differ
@@ -124,8 +124,8 @@ def is_log(name):
 
 
 def texts(path):
-    """A log, a folder of logs or an archive of them (.tar.xz, say) -> (path, text) of each."""
-    if ".tar" in path.suffixes and path.is_file():
+    """A log, a folder of logs or an archive of them (.tar.xz or .tgz, say) -> (path, text) of each."""
+    if {".tar", ".tgz"} & {*path.suffixes} and path.is_file():
         try:
             with tarfile.open(path) as archive:
                 members = sorted((m for m in archive if m.isfile() and is_log(m.name)),
@@ -319,12 +319,12 @@ def build_experiments(runs, baseline, by_source=False, smoothed=False):
         devices = {f"{run.env.get('device')} × {run.env.get('world_size')}" for run in group}
         unlike = [k for k in sorted(SPEED) if len({run.settings.get(k) for run in group}) > 1]
         if len(devices) > 1 or unlike:
-            note(f"{name}: runs on {' and '.join(sorted(devices))}{', of unlike ' + ', '.join(unlike) if unlike else ''}; their times "
-                 f"{'and peak memory ' if unlike else ''}are left out")
+            note(f"{name}: runs on {' and '.join(sorted(devices))}{', of unlike ' + ', '.join(unlike) if unlike else ''}; their times and "
+                 f"{'peak ' if len(devices) == 1 else ''}memory are left out")
             for run in group:
                 run.evals = {step: (loss, math.nan, acc) for step, (loss, _, acc) in run.evals.items()}
                 run.train = {step: (loss, math.nan) for step, (loss, _) in run.train.items()}
-                run.memory |= {"peak_memory_mib": math.nan} if unlike else {}
+                run.memory = {} if len(devices) > 1 else run.memory | {"peak_memory_mib": math.nan}
         if len(intervals := {run.settings.get("log_interval") for run in group if run.train}) > 1:
             note(f"{name}: log_interval is {' and '.join(sorted(map(str, intervals)))}; training losses smoothed over unlike lines do not "
                  "compare")
@@ -473,8 +473,8 @@ def tables(report, e):
         report.table(
             "speedup", e.name,
             f"Speedup: updates (training time) of {base.label} to a target over those of the optimizer; first crossing "
-            f"of the mean curves{f' ({SMOOTHED})' * base.smoothed} by linear interpolation. Targets: losses of {base.label} at shares of "
-            "its budget.",
+            f"of the mean curves{f' (exponential mean over evaluations, {SMOOTHED})' * base.smoothed} by linear interpolation. Targets: "
+            f"losses of {base.label} at shares of its budget.",
             {"optimizer": "s", "axis": "s"} | dict.fromkeys(marks, ".2f"),
             [("target loss", "", *(f"{target:.4f}" if math.isfinite(target) else "–" for target in targets)), *speedups])
         report.table(
@@ -489,8 +489,8 @@ def tables(report, e):
         reach = {r.label: [first_crossing(x, r.train.loss.mean(0), target) for x in (r.train.steps, r.train.time)] for r in rows}
         report.table(
             "train", e.name,
-            f"Training loss, smoothed: {SMOOTHED}; mean ± half-width over seeds; speedup to the last of {base.label}, as above but on "
-            "this curve.",
+            f"Training loss, smoothed: exponential mean over log lines, {SMOOTHED}; mean ± half-width over seeds; speedup to the last of "
+            f"{base.label}, as above but on this curve.",
             {"optimizer": "s", "train loss": ".4f", "in steps": ".2f", "in time": ".2f"},
             [(r.label, interval(r.train.loss[:, -1]), *(a / b if r is not base and b else math.nan
                                                         for a, b in zip(reach[base.label], reach[r.label]))) for r in rows],
