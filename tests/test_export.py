@@ -220,7 +220,7 @@ def test_without_validation_data_a_built_in_text_serves(run, tmp_path, monkeypat
     folder = run("gpt").resolve()
     monkeypatch.chdir(tmp_path)
     export_hf.main([str(folder), "--out", "there/model"])
-    assert "tokens of a text in export_hf.py" in capsys.readouterr().out
+    assert "tokens of export_hf.py itself: " in capsys.readouterr().out
     assert sorted(f.name for f in tmp_path.rglob("*") if f.is_dir()) == ["model", "there"]  # no temporary folder is left
 
 
@@ -259,6 +259,18 @@ def test_bad_input_to_export_is_one_line_and_leaves_nothing(run, tmp_path, monke
             m.setitem(sys.modules, package, None)
             assert f"package {package} is missing; expected it to be installed: pip install {package}" in export(run("gpt"))
     assert not (tmp_path / "new").exists() and not list(tmp_path.glob(".*"))
+
+
+def test_shards_of_others_with_ids_that_no_tokenizer_has_are_told(home, monkeypatch, capsys):
+    """They name no vocabulary and pass for gpt2's, and a model with more rows trains on any ids."""
+    reference("gpt2")
+    monkeypatch.chdir(home)
+    for split in ("train_000001", "val_000000"):
+        write_shard(Path(f"data/wide/wide_{split}.bin"), [50_999] * 1000, ours=False)
+    fresh("train_gpt.py").main(flags("train_gpt", dataset="wide", run_name="wide", n_layer=1, max_iters=1, vocab_size=51_008))
+    error = fails(capsys, export_hf, ["checkpoints/wide"])
+    assert "wide's validation data has the id 50999; expected ids below 50257, as gpt2 has" in error and "prepare the data with" in error
+    assert not Path("hf/wide").exists()
 
 
 def test_llama2_without_its_file_says_where_to_get_it(monkeypatch, tmp_path):

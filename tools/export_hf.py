@@ -32,18 +32,6 @@ sys.path.insert(0, str(ROOT))                                       # the train 
 SCRIPTS = ("train_gpt.py", "train_llama.py")                        # nothing else is imported, whatever a checkpoint says
 VOCABULARY = {"bytes": 257, "gpt2": 50257, "llama2": 32000}         # tokens; a model may have more rows
 TOLERANCE = 1e-4                                                    # of a logit, in float32
-TEXT = """The train scripts read shards of tokens, and every shard has a header: a magic number, a version, a count. What
-follows are the ids, two bytes each. A reader that trusts the count will one day meet a file that was cut short; a reader
-that checks it says so before the first update, names the file, and tells how to make it anew.
-
-def check(path):
-    \"\"\"Returns the ids of a shard, an array of uint16; raises ValueError if the file is too short.\"\"\"
-    with open(path, "rb") as file:
-        header, ids = file.read(1024), file.read()
-    if len(ids) != 2 * int.from_bytes(header[8:12], "little"):
-        raise ValueError(f"{path} is damaged: {len(ids)} bytes of ids")
-    return ids
-"""
 
 
 class UserError(Exception):
@@ -233,7 +221,7 @@ def build_tokenizer(name, block_size, file=None):
 # Export
 
 def real_text(saved, script, tokenizer):
-    """-> ids (B, T) and where they are from: the run's validation data, or a text of this file."""
+    """-> ids (B, T) and where they are from: the run's validation data, or this file."""
     try:
         name = script.val_dataset or script.dataset
         shards = script.Shards(name, "val")
@@ -241,7 +229,8 @@ def real_text(saved, script, tokenizer):
             return torch.from_numpy(shards.read(range(min(2, len(shards)))).astype(int))[:, :-1], f"{name}'s validation data"
     except script.UserError:
         pass
-    return torch.tensor([[saved["eot"]] + tokenizer(TEXT).input_ids])[:, :script.block_size], "a text in export_hf.py"
+    text = Path(__file__).read_text(encoding="utf-8")
+    return torch.tensor([[saved["eot"]] + tokenizer(text).input_ids])[:, :script.block_size], "export_hf.py itself"
 
 
 def write(folder, model, tokenizer, saved, script):
@@ -281,6 +270,9 @@ def export(path, out=None, best=False, tokenizer_file=None):
                             f"{theirs.num_parameters() / 2**18 + 4:.0f} MiB; choose another place with --out") from None
         theirs, tokenizer = AutoModelForCausalLM.from_pretrained(folder).float().eval(), AutoTokenizer.from_pretrained(folder)
         ids_BT, source = real_text(saved, script, tokenizer)
+        if (highest := ids_BT.max().item()) >= rows:        # shards of others do not name their vocabulary
+            raise UserError(f"{source} has the id {highest}; expected ids below {rows}, as {saved['tokenizer']} has: a model of another "
+                            f"vocabulary cannot be exported; prepare the data with one of {', '.join(VOCABULARY)}")
         worst = max((ours.logits(row)[..., :rows] - theirs(row).logits).abs().max().item() for row in ids_BT.split(1))
         print(f"largest difference of a logit on {ids_BT.numel()} tokens of {source}: {worst:.1e} (at most {TOLERANCE:g})")
         if not worst <= TOLERANCE:
