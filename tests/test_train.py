@@ -1010,6 +1010,7 @@ BAD = {  # what is wrong: (a change of the data, flags, what the message says)
     "files of others": (lambda: write_shard("data/owt/train.bin", text(99), ours=False), dict(dataset="owt"),
                         "`python prepare.py import data/owt --name owt-shards` and give `--dataset=owt-shards`"),
     "short data": (None, dict(block_size=1024, val_tokens=2048, n_embd=4), "--block_size=1024 is longer than the data"),
+    "threads": (None, dict(threads=100_000), "--threads=100000: expected a number from 0 to 1024"),
     "val_tokens": (None, dict(val_tokens=15), "--val_tokens=16"),
     "batch": (None, dict(batch_size=9), "--micro_batch_size=1"),
     "batch smaller than micro-batch": (None, dict(batch_size=2, micro_batch_size=16), "--micro_batch_size=2"),
