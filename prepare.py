@@ -467,7 +467,6 @@ def encode_unit(unit, part, tokenizer):
 
 
 def start_worker():
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()  # none outlives a kill -9 of it
 
@@ -480,8 +479,16 @@ def encoders(workers, tokenizer):
         return
     others = multiprocessing.active_children()
     executor = concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), start_worker)
+
+    def submit(*job):
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a worker that starts here inherits it: the parent decides
+        try:
+            return executor.submit(encode_unit, *job, tokenizer).result
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
     try:
-        yield lambda *job: executor.submit(encode_unit, *job, tokenizer).result
+        yield submit
     except concurrent.futures.process.BrokenProcessPool:
         raise UserError("a worker process was killed, most likely for want of memory", "0.5 GiB for each",
                         "the same command with --workers 1 goes on from here, or begins again if this took less than a minute") from None

@@ -317,14 +317,15 @@ def build_experiments(runs, baseline, by_source=False, smoothed=False):
         elif len(sources := {run.source for run in group}) > 1:
             note(f"{name}: its logs begin with {len(sources)} different sources" + "; --by_source makes a row of each" * (not by_source))
         devices = {f"{run.env.get('device')} × {run.env.get('world_size')}" for run in group}
+        worlds = {run.env.get("world_size") for run in group}
         unlike = [k for k in sorted(SPEED) if len({run.settings.get(k) for run in group}) > 1]
         if len(devices) > 1 or unlike:
             note(f"{name}: runs on {' and '.join(sorted(devices))}{', of unlike ' + ', '.join(unlike) if unlike else ''}; their times and "
-                 f"{'peak ' if len(devices) == 1 else ''}memory are left out")
+                 f"{'memory' if len(worlds) > 1 else 'peak memory'} are left out")
             for run in group:
                 run.evals = {step: (loss, math.nan, acc) for step, (loss, _, acc) in run.evals.items()}
                 run.train = {step: (loss, math.nan) for step, (loss, _) in run.train.items()}
-                run.memory = {} if len(devices) > 1 else run.memory | {"peak_memory_mib": math.nan}
+                run.memory = {k: v for k, v in run.memory.items() if k == "optimizer_state_mib" and len(worlds) == 1}  # of one rank
         if len(intervals := {run.settings.get("log_interval") for run in group if run.train}) > 1:
             note(f"{name}: log_interval is {' and '.join(sorted(map(str, intervals)))}; training losses smoothed over unlike lines do not "
                  "compare")
