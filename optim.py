@@ -427,7 +427,7 @@ class _Sharded(torch.optim.Optimizer):
 
     def state_dict(self) -> dict:
         """The whole state in torch's format, every buffer in its parameter's shape: the buffers themselves, as torch gives them,
-        but with several ranks gathered copies; all ranks must call it then."""
+        but with several ranks gathered copies; all ranks must call it then. Hooks find the whole state in self.state meanwhile."""
         self._layout()
         members = [(group, p) for group in self.param_groups for p in group["params"]]
         steps = [self.state[p]["step"] if self.state.get(p) else 0 for _, p in members]

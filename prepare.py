@@ -202,11 +202,14 @@ def find_files(paths):
         files, links = walk(path) if path.is_dir() else ([(path, path.name)], [])
         files, linked = [(file, name) for file, name in files if name.endswith(TEXT + RECORDS)], linked + links
         if not files:
-            raise UserError(f"--input {path} holds no text", f"text in files {' '.join(TEXT + RECORDS)}", f"ls -R {quote(str(path))}")
+            besides = f" but in {links[0]}, a link, which is not followed" if links else ""
+            raise UserError(f"--input {path} holds no text{besides}", f"text in files {' '.join(TEXT + RECORDS)}",
+                            f"ls -R {quote(str(links[0] if links else path))}{'/' * bool(links)}")
         for file, name in files:
             kind = "text" if name.endswith(TEXT) else "parquet" if name.endswith(".parquet") else "json"
             found.setdefault(file.resolve(), describe(kind, file, name))
-    if linked:
+    given = [Path(path).resolve() for path in paths]
+    if linked := [link for link in linked if not any(link.resolve().is_relative_to(other) for other in given)]:
         more = f" and {len(linked) - 1} more" if linked[1:] else ""
         print(f"prepare.py: note: folders that are links are left out: {linked[0]}{more}; give them with --input too", file=sys.stderr)
     return list(found.values())
@@ -410,8 +413,11 @@ def json_text(line, where):
         fields = ", ".join(record) if isinstance(record, dict) else type(record).__name__
         raise UserError(f"{where} has no string text, its fields are {fields}", "a string text",
                         "jq -c '{text: .FIELD}' FILE >NEW.jsonl renames yours")
-    # of half a surrogate pair, from \ud800, U+FFFD takes the place, as in tiktoken
-    return record["text"].encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    try:
+        record["text"].encode()
+        return record["text"]
+    except UnicodeEncodeError:  # half a surrogate pair, from \ud800: U+FFFD takes its place, as in tiktoken
+        return record["text"].encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def ready_blocks(unit, tokenizer):
@@ -452,7 +458,8 @@ def encode_unit(unit, part, tokenizer):
         if unit["kind"] == "ready":
             for ids, rows in ready_blocks(unit, tokenizer):
                 files[unit["val"]].write(ids)
-                table = np.concatenate([table, rows]) if len(table) else rows  # as lists these would take five times as much
+                table.append(rows)  # arrays: as lists they would take five times as much
+            return np.concatenate([np.empty((0, 4), np.int64), *table])
         else:
             for text, validates, starts, ends in documents(unit):
                 tokens = 0
@@ -659,12 +666,13 @@ def finish(folder, name, state, codec, splits):
     totals, shards, source = state["splits"], list(state["shards"]), state["source"]
     n = sum(total["documents"] for total in totals.values())
     if not any(total["bytes"] for total in totals.values()):
-        paths = " ".join(source.get("inputs") or [source.get("path") or source["kind"]])
+        paths = " ".join(source.get("inputs") or [source.get("path") or source.get("repo") or source["kind"]])
         raise UserError(f"none of the {n} documents of {paths} holds text", "at least one that does", "give other files")
     for split in SPLITS:
         whole, rest = divmod(totals[split]["tokens"], SHARD_TOKENS)
         if split in splits and not whole + rest:
-            raise UserError(f"{n} documents leave none for {split}", "at least one", "add text, --tokens or --val_fraction")
+            mend = {"hub": "give more --tokens", "text": "add text, or give another --val_fraction"}
+            raise UserError(f"{n} documents leave none for {split}", "at least one", mend.get(source["kind"], "add text"))
         if rest:
             shards.append(seal(folder, split, whole, rest, codec))
     manifest = {"format": 1, "name": name, "source": {**source, **state["found"]}, "tokenizer": codec.name,
@@ -1093,9 +1101,9 @@ def main(argv):
     print(f"{folder}: {manifest['tokenizer']} tokens, checksum {digest(manifest['shards'])[:16]}, {seconds:.1f} s")
     following = NEXT.get(args.name, f"train_gpt.py --dataset={args.name}")
     few = manifest["splits"].get("val", {}).get("tokens", 0)
-    if few <= 256 and args.command in ("text", "import"):
-        print(f"note: {few} tokens to validate on are less than a window of the demo's; take more text, a larger --val_fraction, or put "
-              "the val file beside the train file")
+    mend = {"text": "prepare more text, or with a larger --val_fraction", "import": "put the val file beside the train file"}
+    if few <= 256 and args.command in mend:
+        print(f"note: {few} tokens to validate on are less than a window of the demo's; {mend[args.command]}")
     elsewhere = "" if args.data_dir == "data" else f" --data_dir={quote(args.data_dir)}"
     print(f"next: torchrun --standalone --nproc_per_node=1 {following}{elsewhere}")
 

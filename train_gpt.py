@@ -158,6 +158,8 @@ def configure(argv: list[str]) -> None:
     if "dataset" in flags:
         overrides["val_dataset"] = ""  # a preset's validation data go with its training data
     try:
+        if wrong := [name for name, value in overrides.items() if not isinstance(value, (str, int, float))]:
+            raise UserError(f"{wrong[0]} is {overrides[wrong[0]]!r}, expected a text or a number")
         overrides = dict(parse(f"--{name}={value}") for name, value in overrides.items())
     except UserError as error:
         raise UserError(f"the preset {chosen}: {error}") from None
@@ -205,7 +207,7 @@ def check_globals() -> None:
            "eval_interval checkpoint_interval val_tokens keep_checkpoints timeout_minutes")
     expect("of at least 0", lambda x: x >= 0, "max_iters micro_batch_size vocab_size learning_rate adam_lr weight_decay grad_clip gamma "
            "muon_eps ns_steps ns_eps adam_eps norm_eps warmup_iters sample_tokens seed data_seed")
-    expect("from 0 to 1024", lambda x: 0 <= x <= 1024, "threads")  # OpenMP ends a process that wants more than there can be
+    expect("from 0 to 1024", lambda x: 0 <= x <= 1024, "threads")  # above what anyone has: OpenMP ends a process that can get no more
     expect("in [0, 1)", lambda x: 0 <= x < 1, "momentum beta2 adam_beta1 adam_beta2")
     if param_dtype == "bfloat16":
         expect("of at most 0.996 beside --param_dtype=bfloat16, whose 8 bits let no slower average decay", lambda x: x <= 0.996,
@@ -515,7 +517,8 @@ class Model(nn.Module):
             torch._inductor.config.cpp.vec_isa_ok = True  # else 10 s of compiling go into learning what /proc/cpuinfo says
         if not torch.compiler.config.cache_key_tag:  # torch's cache does not tell vector sets apart; code for another one gives NaN
             torch.compiler.config.cache_key_tag = torch.backends.cpu.get_cpu_capability()
-        torch._dynamo.config.recompile_limit = 2 * len(self.blocks) + 8  # an edited block may have a graph a layer and mode
+        limit = torch._dynamo.config.recompile_limit  # of graphs a function may have: an edited block may have one a layer and mode
+        torch._dynamo.config.recompile_limit = max(limit, 2 * len(self.blocks) + 8)
         torch._dynamo.config.optimize_ddp = False  # it would cut that graph at DDP's buckets; gradients leave block by block anyway
         for block in self.blocks:
             block.compile(dynamic=False)
@@ -704,9 +707,10 @@ def memory_estimate(model: nn.Module, world: int, gpu: bool, bf16: bool) -> dict
         copied = [model.head, model.blocks[0]] if activation_checkpointing and compile else [model]
         kept += act * sum(p.numel() for part in copied for p in part.parameters() if p.ndim > 1)
     same_shape = Counter(p.shape for p in model.blocks.parameters() if p.ndim > 1)
-    batches = [min(n * shape.numel() / world, max(2**27, shape.numel()) if gpu else math.inf) for shape, n in same_shape.items()]
-    step = max(batches) * (16 if gpu else 8) if optimizer in VARIANTS else 0  # Newton-Schulz
-    step += numbers * width * (1 + 1 / world) if world > 1 else 0             # and what is sent and received
+    least, most = (1, 2**27) if gpu else (torch.get_num_threads(), 2**20)  # matrices and numbers that Newton-Schulz takes at a time
+    portions = [min(n * shape.numel() / world, max(most, least * shape.numel())) for shape, n in same_shape.items()]
+    step = 16 * (max(portions) + (0 if compile else max(shape.numel() for shape in same_shape))) if optimizer in VARIANTS else 0
+    step += numbers * width * ((1 if gpu else 2) + 1 / world) if world > 1 else 0  # what is received, by gloo in a copy, and sent
     accumulating = batch_size > micro_batch_size * world or world > 1  # else no gradient is there yet when the most is kept
     whole = state * width if world > 1 else 0  # Optimizer.state_dict gathers it, once no activations are left
     return {"parameters": numbers * width, "gradients": numbers * width, "optimizer": state * width / world,
@@ -858,7 +862,8 @@ class Checkpoints:
         changed = [name for name in now if name not in MAY_CHANGE and then.get(name) != now[name]]
         if changed and not allow_change:
             told = ", ".join(f"{name} ({then.get(name)} then, {now[name]} now)" for name in changed)
-            raise UserError(f"--resume: the checkpoint was made with other values of {told}; give the same, or --allow_change=true")
+            mend = f" (`python prepare.py verify {dataset}{data_flag()}` tells whether a shard is damaged)" * ("data" in changed)
+            raise UserError(f"--resume: the checkpoint was made with other values of {told}{mend}; give the same, or --allow_change=true")
         this, run = f"step_{saved['step']:08d}.pt", self.folder.name
         if self.rank == 0 and (newer := [path for path in self.folder.glob("step_*.pt") if path.name > this and not damage(path)]):
             raise UserError(f"--resume={resume}: run {run} has newer checkpoints ({max(newer)}); go on from there with "
@@ -922,7 +927,7 @@ def sha256(path: Path) -> str:
 
 
 def load_into(target: nn.Module | torch.optim.Optimizer, state: dict) -> None:
-    """A checkpoint that is of another model or optimizer is the user's mistake."""
+    """target.load_state_dict(state); raises UserError where the checkpoint is of another model or optimizer."""
     try:
         target.load_state_dict(state)
     except (RuntimeError, ValueError) as error:
@@ -1217,11 +1222,12 @@ def micro_batches(world: int) -> int:
     """How many of them each rank accumulates to an update; settles micro_batch_size."""
     global micro_batch_size
     micro_batch_size = micro_batch_size or max(1, batch_size // world)
-    if batch_size % (micro_batch_size * world):
+    together = micro_batch_size * world
+    if batch_size % together:
         fits = [micro for micro in range(1, micro_batch_size) if batch_size % (micro * world) == 0]
-        mend = f"--micro_batch_size={fits[-1]}" if fits else f"a --batch_size that is a multiple of {world}"
+        mend = f"--micro_batch_size={fits[-1]}" if fits else f"--batch_size={-(-batch_size // together) * together}"
         raise UserError(f"--batch_size={batch_size} is not a multiple of --micro_batch_size={micro_batch_size} x {world} ranks; use {mend}")
-    return batch_size // (micro_batch_size * world)
+    return batch_size // together
 
 
 def train() -> dict:
@@ -1392,7 +1398,7 @@ def train() -> dict:
     optimizers = build_optimizers(raw, compile, ns_dtype)
     warnings.filterwarnings("ignore", "(Muon|AdamW): a gradient is not finite")  # the log counts them
     if saved:
-        for opt, state in zip(optimizers, saved["optimizers"]):  # the state; hyperparameters are this run's
+        for opt, state in zip(optimizers, saved["optimizers"], strict=True):  # the state; hyperparameters are this run's
             groups = [{**ours, "params": theirs["params"]} for ours, theirs in zip(opt.param_groups, state["param_groups"])]
             load_into(opt, {**state, "param_groups": groups})
         torch.set_rng_state(saved["rng"])
@@ -1576,7 +1582,8 @@ def cli() -> int:
     if os.name == "nt":
         complain("found Windows, expected Linux or macOS; run it in WSL2, which `wsl --install` installs")
         return 1
-    sys.stdout.reconfigure(errors="replace")  # a sample or a comment may have letters that the terminal has not
+    if sys.stdout:  # it may be closed
+        sys.stdout.reconfigure(errors="replace")  # a sample or a comment may have letters that the terminal has not
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(usage())
         return 0

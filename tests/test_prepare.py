@@ -551,6 +551,23 @@ def test_interrupt_says_how_to_go_on():
     assert process.returncode == 130 and "the same command goes on" in error and "Traceback" not in error
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="no /proc to read signal masks from")
+def test_no_worker_hears_an_interrupt_from_its_first_moment():
+    """Its traceback, of imports, would come before the parent's line."""
+    write("in/a.txt", "word " * 20_000_000)
+    process = start(*TEXT, "--workers", "2", start_new_session=True)
+    workers = set()
+    while len(workers) < 2:
+        for pid in set(children(process.pid)) - workers:
+            with contextlib.suppress(OSError):
+                if b"spawn_main" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes():
+                    blocked = re.search(r"SigBlk:\s+(\w+)", pathlib.Path(f"/proc/{pid}/status").read_text())[1]
+                    assert int(blocked, 16) >> signal.SIGINT - 1 & 1
+                    workers.add(pid)
+    os.killpg(process.pid, signal.SIGINT)
+    assert "Traceback" not in process.communicate(timeout=20)[1]
+
+
 def children(pid):
     tasks = pathlib.Path(f"/proc/{pid}/task").glob("*/children")
     return [int(child) for task in tasks for child in task.read_text().split()]
@@ -926,12 +943,18 @@ def test_a_folder_that_is_a_link_is_not_followed_and_told(capfd):
     for name in ("b", "c"):
         os.symlink("../there", f"in/{name}")
     os.symlink("..", "in/circle")
+    os.symlink("../in", "in/self")
     text("in", val_fraction=0)
     assert texts("mine", "train") == ["word " * 1000]
     told, = capfd.readouterr().err.splitlines()
     assert re.fullmatch(r"prepare.py: note: folders that are links are left out: in/\w+ and 2 more; give them with --input too", told)
     text("in", "in/b", name="both", val_fraction=0)
     assert texts("both", "train") == ["word " * 1000, "else"]
+    assert "are left out: in/circle; give" in capfd.readouterr().err  # the others have been read
+    os.mkdir("links")
+    os.symlink("../there", "links/b")
+    with pytest.raises(prepare.UserError, match="holds no text but in links/b, a link, which is not followed; .*; ls -R links/b/"):
+        text("links")
 
 
 def test_an_editors_lock_and_a_pipe_are_not_read():

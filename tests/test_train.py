@@ -1106,7 +1106,7 @@ def test_too_little_memory_gets_the_advice_that_helps(parameters, changes, mend,
 @pytest.mark.parametrize("values, message", [
     (dict(n_layers=2), "the preset mine: there is no --n_layers; did you mean --n_layer=2?"),
     (dict(max_iters=2.5), "the preset mine: --max_iters=2.5: expected a whole number"),
-    (dict(grad_clip=None), "the preset mine: --grad_clip=None: expected a number, for instance --grad_clip=1.0")])
+    (dict(val_dataset=None), "the preset mine: val_dataset is None, expected a text or a number")])
 def test_a_preset_of_yours_is_read_like_flags(values, message):
     module = fresh()
     module.PRESETS["mine"] = values
@@ -1503,7 +1503,7 @@ def test_other_data_and_another_model_are_refused(capsys, monkeypatch):
         shutil.rmtree("logs/new.txt", ignore_errors=True)
         Path("logs/new.txt").unlink(missing_ok=True)
     write_shard(VAL, text(700, 4))
-    assert "other values of data (" in fails(capsys, monkeypatch, flags(**words))
+    assert "`python prepare.py verify tiny` tells whether a shard is damaged" in fails(capsys, monkeypatch, flags(**words))
 
 
 def fails_later(capsys, monkeypatch, words) -> str:

@@ -230,7 +230,8 @@ def real_text(saved, script, tokenizer):
     except script.UserError:
         pass
     text = Path(__file__).read_text(encoding="utf-8")
-    return torch.tensor([[saved["eot"]] + tokenizer(text).input_ids])[:, :script.block_size], "export_hf.py itself"
+    ids = tokenizer(text, truncation=True, max_length=script.block_size - 1).input_ids
+    return torch.tensor([[saved["eot"], *ids]]), "export_hf.py itself"
 
 
 def write(folder, model, tokenizer, saved, script):

@@ -475,7 +475,7 @@ def tables(report, e):
             "speedup", e.name,
             f"Speedup: updates (training time) of {base.label} to a target over those of the optimizer; first crossing "
             f"of the mean curves{f' (exponential mean over evaluations, {SMOOTHED})' * base.smoothed} by linear interpolation. Targets: "
-            f"losses of {base.label} at shares of its budget.",
+            f"{'smoothed ' * base.smoothed}losses of {base.label} at shares of its budget.",
             {"optimizer": "s", "axis": "s"} | dict.fromkeys(marks, ".2f"),
             [("target loss", "", *(f"{target:.4f}" if math.isfinite(target) else "–" for target in targets)), *speedups])
         report.table(
