@@ -736,8 +736,10 @@ def memory_estimate(model: nn.Module, world: int, gpu: bool, bf16: bool) -> dict
         kept += act * sum(p.numel() for part in copied for p in part.parameters() if p.ndim > 1)
     same_shape = Counter(p.shape for p in model.blocks.parameters() if p.ndim > 1)
     least, most = (1, 2**27) if gpu else (torch.get_num_threads(), 2**20)  # matrices and numbers that Newton-Schulz takes at a time
-    portions = [min(n * shape.numel() / world, max(most, least * shape.numel())) for shape, n in same_shape.items()]
-    step = 16 * (max(portions) + (0 if compile else max(shape.numel() for shape in same_shape))) if optimizer in VARIANTS else 0
+    step = 0
+    for shape, n in same_shape.items() if optimizer in VARIANTS else ():
+        portion = min(n * shape.numel() / world, max(most, least * shape.numel()))
+        step = max(step, 16 * portion, 0 if compile else 4 * portion + 28 * (portion if gpu else shape.numel()))
     step += numbers * width * ((1 if gpu else 2) + 1 / world) if world > 1 else 0  # what is received, by gloo in a copy, and sent
     accumulating = batch_size > micro_batch_size * world or world > 1  # else no gradient is there yet when the most is kept
     whole = state * width if world > 1 else 0  # Optimizer.state_dict gathers it, once no activations are left
