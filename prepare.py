@@ -486,16 +486,12 @@ def encoders(workers, tokenizer):
         return
     others = multiprocessing.active_children()
     executor = concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), start_worker)
-
-    def submit(*job):
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a worker that starts here inherits it: the parent decides
-        try:
-            return executor.submit(encode_unit, *job, tokenizer).result
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
     try:
-        yield submit
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        for _ in range(workers):
+            executor.submit(int)  # starts one, which inherits the mask: a Ctrl-C is for the parent to answer
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        yield lambda *job: executor.submit(encode_unit, *job, tokenizer).result
     except concurrent.futures.process.BrokenProcessPool:
         raise UserError("a worker process was killed, most likely for want of memory", "0.5 GiB for each",
                         "the same command with --workers 1 goes on from here, or begins again if this took less than a minute") from None
