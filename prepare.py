@@ -487,10 +487,15 @@ def encoders(workers, tokenizer):
     others = multiprocessing.active_children()
     executor = concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), start_worker)
     try:
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        pressed = []  # a Ctrl-C is for the parent to answer, and not in the middle of a start: any of its threads may take it
+        handler = signal.signal(signal.SIGINT, lambda *_: pressed.append(True))
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         for _ in range(workers):
-            executor.submit(int)  # starts one, which inherits the mask: a Ctrl-C is for the parent to answer
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            executor.submit(int)  # starts one, which inherits the mask
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, handler)
+        if pressed:
+            raise KeyboardInterrupt
         yield lambda *job: executor.submit(encode_unit, *job, tokenizer).result
     except concurrent.futures.process.BrokenProcessPool:
         raise UserError("a worker process was killed, most likely for want of memory", "0.5 GiB for each",
