@@ -430,7 +430,7 @@ def ready_blocks(unit, tokenizer):
             raise UserError(f"{path} holds ids of a vocabulary of {words[0]}", f"{tokenizer.vocab_size}, of {tokenizer.name}",
                             "--tokenizer=bytes or gpt2 names what made it; shards of another run as they are: --dataset=NAME")
         f.seek(max(unit["skip"], unit["from"]))
-        while block := f.read(min(8 << 20, unit["to"] - f.tell())):
+        while block := f.read(min(UNIT, unit["to"] - f.tell())):
             crc = zlib.crc32(block, crc)
             ids = np.frombuffer(block, dtype="<u2")
             if ids.max() >= tokenizer.vocab_size:
@@ -459,7 +459,7 @@ def encode_unit(unit, part, tokenizer):
             for ids, rows in ready_blocks(unit, tokenizer):
                 files[unit["val"]].write(ids)
                 table.append(rows)  # arrays: as lists they would take five times as much
-            return np.concatenate([np.empty((0, 4), np.int64), *table])
+            table = np.concatenate([np.empty((0, 4), np.int64), *table])
         else:
             for text, validates, starts, ends in documents(unit):
                 tokens = 0
@@ -470,7 +470,7 @@ def encode_unit(unit, part, tokenizer):
                 if ends:
                     files[validates].write(eot)
                 table.append((validates, ends, tokens + ends, len(text.encode())))
-    return np.array(table, dtype=np.int64).reshape(-1, 4)
+    return np.asarray(table, dtype=np.int64).reshape(-1, 4)
 
 
 def start_worker():
@@ -490,10 +490,12 @@ def encoders(workers, tokenizer):
         pressed = []  # a Ctrl-C is for the parent to answer, and not in the middle of a start: any of its threads may take it
         handler = signal.signal(signal.SIGINT, lambda *_: pressed.append(True))
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        for _ in range(workers):
-            executor.submit(int)  # starts one, which inherits the mask
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        signal.signal(signal.SIGINT, handler)
+        try:
+            for _ in range(workers):
+                executor.submit(int)  # starts one, which inherits the mask
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            signal.signal(signal.SIGINT, handler)
         if pressed:
             raise KeyboardInterrupt
         yield lambda *job: executor.submit(encode_unit, *job, tokenizer).result
