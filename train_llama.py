@@ -1242,6 +1242,9 @@ def choose_device(local_rank: int, local_world: int) -> torch.device:
         raise UserError(f"{local_world} ranks cannot share an Apple GPU; start one, or use --device=cpu")
     elif where.type == "cpu":
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        with contextlib.suppress(OSError, ValueError):  # a container's share of them: microseconds of each period, or "max"
+            quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+            cores = min(cores, int(quota) // int(period))
         if threads or local_world > 1 or "OMP_NUM_THREADS" not in os.environ:  # torchrun sets that to 1 where it starts several ranks
             torch.set_num_threads(threads or max(1, cores // local_world))
         keep_memory()

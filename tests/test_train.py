@@ -549,6 +549,11 @@ def test_what_ranks_of_a_machine_share(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
     module.choose_device(0, 1)
     assert torch.get_num_threads() == 8
+    read, share = Path.read_text, ""
+    monkeypatch.setattr(Path, "read_text", lambda path, *how: share if str(path) == "/sys/fs/cgroup/cpu.max" else read(path, *how))
+    for share, ranks, expected in (("max 100000\n", 1, 8), ("350000 100000\n", 1, 3), ("350000 100000\n", 2, 1), ("50000 100000\n", 1, 1)):
+        module.choose_device(0, ranks)
+        assert torch.get_num_threads() == expected
     torch.set_num_threads(1)
 
 
