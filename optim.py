@@ -4,14 +4,15 @@ One file, torch only: copy it next to your script.
 
     from optim import Muon, AdamW
     opt = Muon(matrices, lr=6e-4, variant="muon-vs", momentum=0.95, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
-    aux = AdamW(embeddings_head_and_vectors, lr=6e-4)
+    aux = AdamW([dict(params=embeddings_and_head, weight_decay=0.1), dict(params=vectors, weight_decay=0)], lr=6e-4, betas=(0.9, 0.95))
 
 A variant is a pure function from gradient and state to the proxy that Newton-Schulz orthogonalises; a few also act on what
 comes out. Everything element-wise is one compiled function before Newton-Schulz and one after it.
 
-Shapes: W, G, M, Γ are (..., m, n), m the output and n the input dimension. Symbols are the paper's: β momentum, η lr,
-λ weight decay, γ the coefficient of Muon-NSR, ε the gates' stabiliser, hat bias-corrected, tilde with Nesterov's lookahead.
-In rules S is the state, buffers by name; h the hyperparameters; X goes into Newton-Schulz, O comes out; ok: which G are finite.
+Shapes: W, G, M, Γ are (..., m, n), m the output and n the input dimension; in rules (k, m, n), k matrices at once. Symbols are
+the paper's: β momentum, η lr, λ weight decay, γ the coefficient of Muon-NSR, ε what stabilises a division, hat bias-corrected,
+tilde with Nesterov's lookahead. In rules S is the state, buffers by name; h the hyperparameters; X goes into Newton-Schulz, O comes
+out; ok: which G are finite.
 """
 import contextlib
 import copy
@@ -26,14 +27,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-# MKL 2024.2 may stay imprecise if a function's first call uses several threads (pytorch issue 188792); on one number it uses one
+# MKL 2024.2 may stay imprecise if a function's first call uses several threads (pytorch issue 188792); for one number it uses one
 for precision in (torch.float32, torch.float64):
     torch.ones(1, dtype=precision, device="cpu").sqrt()
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Newton-Schulz
 
-NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # quintic with the steepest slope at 0 (Keller Jordan, 2024)
+NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # steep at 0: singular values end around 1, not at it (Keller Jordan, 2024)
 
 
 @torch.no_grad()
@@ -71,7 +72,7 @@ def _iterate(X: Tensor, steps: int) -> Tensor:
     of m x m matrices are cheaper than those with X where n is large. All are polynomials in R, so they commute and are
     symmetric. Every other R serves one iteration only, or rounding would build up: five are made as 2 + 1 + 2. Each m x m matrix
     is held as a multiple of I and a rest, R = μI + E, since bf16 keeps a small rest more exactly than the whole; μ affects rounding only.
-    E is smallest at tr(R)/m, which is 1/m at first and later anything from 0.01 to 1.2, of which 0.2 stands for all.
+    E is smallest at tr(R)/m, which is 1/m at first; later it varies, and 0.2 stands for all.
     """
     m, n = X.shape[-2:]
     Y = torch.empty_like(X)
@@ -106,8 +107,8 @@ def _product(x: float, A: Tensor, y: float, B: Tensor) -> tuple[float, Tensor]:
 
 
 class Hyper(NamedTuple):
-    """What an update reads besides gradient and state: 0-d tensors, so that a new value recompiles nothing, and constants."""
-    lr: Tensor            # η
+    """What an update reads besides gradient and state: tensors, so that a new value recompiles nothing, and constants."""
+    lr: Tensor            # η, () as all but bias
     weight_decay: Tensor  # λ
     beta: Tensor          # β, the momentum
     beta2: Tensor         # β₂, decay of a second moment that is not tied to the momentum
@@ -127,7 +128,7 @@ def muon(G, S, h):
 
 
 def mean_and_variance(G, S, h):
-    """Algorithm 1, lines 4 to 7: EMAs of the gradient and of its squared distance to the mean so far."""
+    """Algorithm 1, lines 4 to 7: M̃, the corrected mean with lookahead; Γ̂, the corrected variance; the new state."""
     M_old = S["momentum"]
     M = h.beta * M_old + (1 - h.beta) * G                                     # line 4
     var = h.beta * S["variance"] + h.beta * (1 - h.beta) * (M_old - G) ** 2   # line 5, Γ
@@ -197,7 +198,8 @@ class Variant(NamedTuple):
 
 # To add a variant, write a function above and a line here: both train scripts then take it as --optimizer, it is sharded, saved, compiled,
 # and trained by the tests; test_optim.py needs its float64 form in Reference and its name in test_interface. A new hyperparameter is a
-# last field of Hyper with a default, an argument of Muon that _hyper fills in, and a global of the scripts that build_optimizers passes on.
+# last field of Hyper with a default, which _hyper fills in, an argument of Muon, also in its dict of defaults, and a global of the
+# scripts that build_optimizers passes on.
 VARIANTS = {
     "muon": Variant(muon, ("momentum",)),
     "muon-nsr": Variant(muon_nsr, ("momentum", "variance")),
@@ -210,7 +212,7 @@ VARIANTS = {
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The passes over memory around Newton-Schulz, and AdamW: compiled, in place; where G is not finite nothing is written
+# The passes over memory around Newton-Schulz, and AdamW: compiled, in place; where G is not finite, weights and state stay
 
 LARGEST = 1e15  # gradients are clamped here, so that the squares and sums that follow stay finite in fp32
 
@@ -267,14 +269,14 @@ def _write(W, new, noise, ok):
     W.copy_(torch.where(ok, new.to(W.dtype), W))
 
 
-# options that are constants of a compiled graph; all others reach it as tensors
+# options that are constants of a compiled graph; lr, weight_decay, momentum, gamma and the betas reach it as tensors
 CONSTANT = ("variant", "nesterov", "adjust_lr_fn", "eps", "ns_eps", "state_dtype", "stochastic_rounding")
 _compiled = {}  # (function, constants) -> its compiled form; None -> torch.compile failed
 
 
 def _run(group: dict, function: Callable, *args):
-    """function(*args) through torch.compile, a few graphs for all shapes (wide or tall, one matrix or several); where no compiler
-    works eagerly, after one warning."""
+    """function(*args) through torch.compile, a few graphs for all shapes (wide or tall, one matrix or several); eagerly, after
+    one warning, where no compiler works."""
     if not group["compile"] or None in _compiled:
         return function(*args)
     dtypes = (a.dtype for a in args[:2] if isinstance(a, Tensor))  # of G, W or both
@@ -316,7 +318,7 @@ class _Sharded(torch.optim.Optimizer):
     the same bits. `state[p]` holds this rank's range; state_dict() holds everything. Who owns what never depends on gradients.
 
     A subclass says what it takes (_check_options, _check), what a unit is (_units, and _whole_shape back), what it costs (_cost),
-    who gets it (_assign), and how this rank's begin and change (_new_state, _update).
+    which rank gets which (_assign), what state this rank's begin with (_new_state) and how they change (_update).
     """
 
     _buckets, _ranges, _ranks, _seen = None, {}, None, None  # of _layout: pickle and deepcopy leave them behind
@@ -365,11 +367,11 @@ class _Sharded(torch.optim.Optimizer):
     @torch._disable_dynamo  # what can be compiled is; the rest does not survive a graph around it
     @torch.no_grad()
     def step(self, closure: Callable | None = None):
-        """One update of every parameter with a gradient; the others keep value and state, weight decay included.
+        """One update of every parameter with a gradient; the others keep value and state: no weight decay either.
 
         Returns closure()'s loss. A matrix (for AdamW a parameter) whose gradient has a NaN or inf keeps its value and buffers
-        too, but its step counts: added to `self.skipped`, a tensor that nobody waits for until you read it, and on a CPU told
-        by a warning.
+        too, though its step counts. `self.skipped` has the number of these, a tensor that nobody waits for until you read it; on a
+        CPU a warning tells.
         """
         loss = None
         if closure is not None:
@@ -426,8 +428,9 @@ class _Sharded(torch.optim.Optimizer):
         return received
 
     def state_dict(self) -> dict:
-        """The whole state in torch's format, every buffer in its parameter's shape: the buffers themselves, as torch gives them,
-        but with several ranks gathered copies; all ranks must call it then. Hooks find the whole state in self.state meanwhile."""
+        """The whole state in torch's format, every buffer in its parameter's shape (row_moment: (..., m, 1)): the buffers themselves, as
+        torch gives them, but with several ranks gathered copies; all ranks must call it then. Hooks find the whole state in self.state
+        meanwhile."""
         self._layout()
         members = [(group, p) for group in self.param_groups for p in group["params"]]
         steps = [self.state[p]["step"] if self.state.get(p) else 0 for _, p in members]
@@ -459,7 +462,7 @@ class _Sharded(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict) -> None:
-        """Takes this rank's part of a whole state_dict, saved at any world size; hyperparameters are loaded too, state_dtype with them.
+        """Takes this rank's part of a whole state_dict, saved at any world size; hyperparameters but compile are loaded too.
 
         Raises ValueError where groups, parameters, shapes or buffers are not this optimizer's; nothing is changed then.
         """
@@ -538,7 +541,7 @@ class Muon(_Sharded):
         for learning rates tuned for AdamW; and "frobenius" s = 0.2 √(mn) / |O|_F, AdaMuon's own.
     variant: a key of VARIANTS. gamma (γ) is read by muon-nsr and muon-nsr-post, beta2 (β₂) by normuon and muon2.
     nesterov: without it M̃ is about 1 - β as large, so a γ tuned with it acts (1 - β)⁻² times as strongly: 400 times for 0.95.
-    momentum: β, in [0, 1). weight_decay: λ, decoupled, multiplied by η but not by s. eps: ε of the gates.
+    momentum: β, in [0, 1). weight_decay: λ, decoupled, multiplied by η but not by s. eps: ε of every variant but muon.
     ns_steps, ns_eps, ns_dtype: as in newton_schulz. state_dtype: of all buffers; default fp32 (fp64 for fp64 parameters). In bf16 an
         average whose β is above 0.996 stalls, because β times it is rounded back to it.
     stochastic_rounding: for bf16 parameters, so that updates below their resolution count on average.
@@ -654,7 +657,7 @@ class Muon(_Sharded):
                      eps=group["eps"], ns_eps=group["ns_eps"], nesterov=group["nesterov"])
 
     def _bias(self, group, params):
-        """1 - βᵗ: () where all parameters have made as many steps, else (k, 1, 1)."""
+        """1 - βᵗ: () where all parameters have made equally many steps, else (k, 1, 1)."""
         bias = [1 - group["momentum"] ** self.state[p]["step"] for p in params for _ in range(len(self._own(p, p)))]
         if len(set(bias)) == 1:
             return _scalar(bias[0], params[0])
@@ -663,8 +666,8 @@ class Muon(_Sharded):
 
 class AdamW(_Sharded):
     """AdamW for everything that is not a matrix inside the network, with the sharding, the state dicts, the bf16 options and
-    the treatment of non-finite gradients that Muon has. Tensors are split over the ranks by rows; a vector is one row. Defaults as
-    in torch.optim.AdamW, state names too: with state_dtype bf16 give a β₂ of at most 0.996, as for Muon. On a CPU fp32 and fp64 go
+    the treatment of non-finite gradients that Muon has. Tensors are split over the ranks by rows; a vector is one row. Defaults and
+    state names as in torch.optim.AdamW; with state_dtype bf16 give a β₂ of at most 0.996, as for Muon. On a CPU fp32 and fp64 go
     through torch's fused kernel, whatever `compile` says."""
 
     def __init__(self, params, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,

@@ -1,15 +1,15 @@
 """
-Trains a GPT-2 (pre-norm, RoPE, no biases, untied head) with Muon-VS or any optimizer it is compared with. Runs alone:
+Trains a GPT-2 (pre-norm, RoPE, no biases, untied head) with Muon-VS or any optimizer it is compared with. Needs only optim.py:
 
     python prepare.py                                             # once: the data of the demo, nothing is downloaded
     python train_gpt.py                                           # the demo: 3 M parameters, Muon-VS, CPU or GPU
     python train_gpt.py --optimizer=muon-nsr --gamma=1000 --learning_rate=0.005
-    torchrun --standalone --nproc_per_node=8 train_gpt.py --preset=gpt2-small --dataset=openwebtext
+    torchrun --standalone --nproc_per_node=8 train_gpt.py --preset=gpt2-small
     torchrun --standalone --nproc_per_node=8 --max-restarts=3 train_gpt.py --preset=gpt2-medium --resume=auto
 
 Every hyperparameter is a global below; --name=value overrides it. --help lists them. The demo ends with a line
-"final val_loss:..." (in nats per byte) and a sample; on 2 CPU cores with bf16 it trains for about 2 minutes.
-Shapes: B sequences of a micro-batch, T tokens, N = B T, Q queries of a block, D model width, H heads, K head width, V vocabulary.
+"final val_loss:..." (in nats per byte), a sample, and where log and checkpoint are; on 2 CPU cores with bf16 it trains for about 2 minutes.
+Shapes: B sequences of a micro-batch, T tokens, N = B T, Q queries that attend() takes, D model width, H heads, K head width, V vocabulary.
 `where` is the torch.device in use; the global `device` is what was asked for.
 """
 import contextlib
@@ -49,10 +49,10 @@ import optim
 from optim import VARIANTS, AdamW, Muon
 
 # ======================================================================================================================
-# globals: --name=value overrides one; PRESETS below override them first
+# globals: PRESETS below override them, then --name=value on the command line
 # ----------------------------------------------------------------------------------------------------------------------
-preset = "demo"               # a key of PRESETS
-run_name = ""                 # logs/RUN.txt, checkpoints/RUN/; default: preset, optimizer, seed and start time
+preset = "demo"               # a key of PRESETS that has no slash
+run_name = ""                 # logs/RUN.txt, checkpoints/RUN/; default: preset, optimizer, seed, start time (not with --resume=auto)
 resume = ""                   # "auto": the newest good checkpoint of this run_name, else start; or a path; "": start
 allow_change = False          # resume although a global that changes the mathematics differs
 log_dir = "logs"              # RUN.txt, traces, event files
@@ -60,8 +60,8 @@ checkpoint_dir = "checkpoints"  # RUN/step_N.pt
 # data
 data_dir = "data"             # datasets are folders below it, made by prepare.py
 dataset = "pysrc"             # the folder with the training shards
-val_dataset = ""              # the folder with the validation shards; "" = dataset
-check_shards = True           # verify every shard's checksum and ids at each start (about 1 GB/s a rank); false: sizes and headers
+val_dataset = ""              # the folder with the validation shards; "" = dataset; another --dataset undoes a preset's
+check_shards = True           # verify every shard's checksum and ids at each start; false: sizes and headers only
 val_tokens = 262_144          # tokens of the fixed prefix of the validation split
 # model
 n_layer = 4                   # blocks
@@ -69,7 +69,7 @@ n_head = 4                    # heads of attention; a head is n_embd / n_head wi
 n_embd = 256                  # model width
 block_size = 256              # tokens of context
 vocab_size = 0                # rows of embedding and head; 0 = the dataset's, padded up to a multiple of 64
-rope_base = 10_000.0          # of the wavelengths of RoPE, in tokens
+rope_base = 10_000.0          # RoPE turns pair i of a head by position / rope_base^(2i / K)
 activation_checkpointing = False  # recompute every block in the backward pass instead of keeping its activations
 # budget
 batch_size = 16               # sequences per update, all ranks and micro-batches together
@@ -84,7 +84,7 @@ grad_clip = 1.0               # global norm of the raw gradient over all paramet
 momentum = 0.95               # β of the Muon family
 gamma = 1000.0                # γ of muon-nsr and muon-nsr-post
 beta2 = 0.95                  # β₂ of normuon and muon2
-muon_eps = 1e-8               # ε of the gates
+muon_eps = 1e-8               # ε of every variant but muon
 ns_steps = 5                  # Newton-Schulz iterations
 ns_eps = 1e-7                 # added to the norm that Newton-Schulz divides by
 adjust_lr_fn = "match_rms_adamw"  # update scale: original, match_rms_adamw, frobenius
@@ -100,19 +100,19 @@ min_lr_frac = 0.0             # of the peak
 log_interval = 10             # updates between progress lines
 eval_interval = 100           # updates between validations
 checkpoint_interval = 500     # updates between checkpoints; the last update is always saved
-keep_checkpoints = 2          # newest ones kept, besides the best by validation loss
+keep_checkpoints = 2          # newest ones kept, besides the best of those saved right after a validation
 sample_tokens = 300           # generated at the end; 0 = none
 wandb = ""                    # project that the figures of log lines are sent to; "" = off; WANDB_MODE=offline needs no account
 tensorboard = ""              # true: event files in log_dir/tensorboard/RUN; FOLDER: in FOLDER/RUN; "" = off
 # system
-seed = 1                      # initialisation, order of the training data, rounding
+seed = 1                      # initialisation, order of the training data, rounding, the sample
 data_seed = 0                 # order of the training data alone; 0 = seed
 device = ""                   # cpu, cuda, mps; "" = the best there is
-dtype = "auto"                # float32 (a GPU multiplies in TF32), bfloat16 (autocast); auto = bfloat16 where the hardware is fast at it
-param_dtype = "float32"       # bfloat16: parameters and optimizer state are kept in bf16
+dtype = "auto"                # of the model: float32 (a GPU: TF32), bfloat16 (autocast); auto = bfloat16 where the hardware is fast at it
+param_dtype = "float32"       # bfloat16: parameters and optimizer state are kept in bf16, and the model runs under autocast
 stochastic_rounding = False   # of bf16 parameters
 compile = True                # torch.compile; falls back to eager with a warning
-threads = 0                   # CPU threads of a rank; 0 = OMP_NUM_THREADS for one rank alone, else cores / ranks on this machine
+threads = 0                   # of a rank on a CPU; 0 = OMP_NUM_THREADS for one rank alone, else cores / ranks on this machine
 profile = False               # write a torch profiler trace of a few updates to log_dir/RUN.trace.json
 timeout_minutes = 10.0        # a rank that is silent for longer ends the run
 max_skipped = 10              # updates in a row left out for a non-finite gradient before the run stops
@@ -124,7 +124,7 @@ PRESETS = {  # "NAME/OPTIMIZER" is applied after "NAME"
     "demo": {},
     "demo/adamw": dict(learning_rate=3e-3, adam_lr=3e-3),
     "demo/adamuon": dict(adjust_lr_fn="frobenius"),
-    "demo/muon-nsr-post": dict(gamma=10.0),  # a gate behind Newton-Schulz shrinks the update; 1000 leaves too little of it
+    "demo/muon-nsr-post": dict(gamma=10.0),  # a gate behind Newton-Schulz shrinks the update, and 1000 far more
     "gpt2-small": dict(_gpt2, n_layer=12, n_head=12, n_embd=768, micro_batch_size=15),
     "gpt2-medium": dict(_gpt2, n_layer=24, n_head=16, n_embd=1024, micro_batch_size=10),
     **{f"gpt2-{size}/{name}": dict(adjust_lr_fn="frobenius") for size in ("small", "medium") for name in ("adamuon", "normuon")},
@@ -155,7 +155,7 @@ def configure(argv: list[str]) -> None:
     wanted = flags.get("optimizer", overrides.get("optimizer", optimizer))
     check_choice("optimizer", wanted, optimizers)
     overrides.update(PRESETS.get(f"{chosen}/{wanted}", {}))
-    if "dataset" in flags:
+    if "dataset" in flags and flags["dataset"] != overrides.get("dataset", dataset):
         overrides["val_dataset"] = ""  # a preset's validation data go with its training data
     try:
         if wrong := [name for name, value in overrides.items() if not isinstance(value, (str, int, float))]:
@@ -254,9 +254,10 @@ def data_flag() -> str:
 class Shards:
     """The shards of one split: windows of block_size + 1 tokens, the next one starting at the last token of the one before.
     A shard's last block_size tokens or fewer, if they fill no window, are left out. Reads with pread: nothing stays mapped.
-    vocab: number of ids; eot: id of the end of text; tokens: of all shards; checksum: of their headers, which hold the payloads'."""
+    vocab: number of ids; eot: id of the end of text; tokens: of all shards; checksum: of their headers, which in
+    prepare.py's shards hold the payloads'. Of `parts` processes that open the same shards, each verifies its `part`."""
 
-    def __init__(self, name: str, split: str, rank: int = 0, world: int = 1):
+    def __init__(self, name: str, split: str, part: int = 0, parts: int = 1):
         folder = Path(data_dir) / name
         self.files = shard_files(folder, split)
         source = "" if name == "pysrc" else f" {name}" if name in SOURCES else f" text --input PATH --name {name}"
@@ -300,7 +301,7 @@ class Shards:
             if vocab_size and vocab > vocab_size:
                 raise UserError(f"{path} is of a vocabulary of {vocab} ids, the model has --vocab_size={vocab_size}; "
                                 f"use --vocab_size={padded(vocab)} or a dataset of the model's tokenizer")
-            if check_shards and i % world == rank:
+            if check_shards and i % parts == part:
                 self._check(path, fd, checksum, vocab if ours else vocab_size or vocab, mend)
             self.fds.append(fd)
             sizes.append(size)
@@ -365,7 +366,7 @@ def manifest_shards(folder: Path, split: str) -> set[str]:
 
 def shuffle(i: np.ndarray, n: int, *key: int) -> np.ndarray:
     """Where a pseudo-random permutation of range(n), chosen by `key`, puts each of i: a Feistel network on the next power of 4, walked
-    until below n. Unlike numpy's permutation it needs no table, which 100 B tokens would fill with 1.6 GB on every rank."""
+    until below n. Unlike numpy's permutation it needs no table: 8 bytes a window, on every rank."""
     half = np.uint64((max(n - 1, 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << int(half)) - 1)
     rounds = np.random.SeedSequence(key).generate_state(6, np.uint64)
@@ -405,7 +406,7 @@ def rope_tables(length: int, width: int) -> tuple[Tensor, Tensor]:
     return angle.cos(), angle.sin()
 
 
-# MKL 2024.2 may stay imprecise if a function's first call uses several threads (pytorch issue 188792); on one number it uses one
+# MKL 2024.2 may stay imprecise if a function's first call uses several threads (pytorch issue 188792); for one number it uses one
 for first_call in (torch.cos, torch.sin, torch.exp):
     first_call(torch.zeros(1, device="cpu"))
 
@@ -414,9 +415,9 @@ FUTURE_TT = torch.full((512, 512), -math.inf, dtype=torch.bfloat16).triu(1)  # -
 
 def attend(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Causal attention with RoPE; q, k, v and the result are (B, T, H, K). On a CPU, up to 512 tokens, plain products: their backward
-    is faster than the fused kernel's. Blocks of 128 queries skip most of the future, and softmax divides last, (T, K), not (T, T)."""
+    is faster than the fused kernel's. Parts of 128 queries skip most of the future, and softmax divides last, (T, K), not (T, T)."""
     T = q.size(1)
-    if q.device.type != "cpu" or T > len(FUTURE_TT):  # the kernel's result lies in memory like q: turned here, nothing is copied
+    if q.device.type != "cpu" or T > len(FUTURE_TT):  # rotated before the transpose, as the kernel's result lies in memory like q
         q, k = (rotate(x, cos[:, None], sin[:, None]) for x in (q, k))
         return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, K)
@@ -530,7 +531,7 @@ class Model(nn.Module):
 # ----------------------------------------------------------------------------------------------------------------------
 @torch.no_grad()
 def initialise(model: Model) -> None:
-    """N(0, 0.02); projections into the residual stream 0.02 / √(2 layers); gains 1."""
+    """Normal with standard deviation 0.02, of projections into the residual stream 0.02 / √(2 n_layer); gains 1."""
     for name, p in model.named_parameters():
         if name.endswith(("attn.proj.weight", "mlp.down.weight")):
             nn.init.normal_(p, std=0.02 / math.sqrt(2 * n_layer))
@@ -546,8 +547,8 @@ def initialise(model: Model) -> None:
 # optimizers
 # ----------------------------------------------------------------------------------------------------------------------
 def parameter_groups(model: nn.Module) -> dict[str, dict[str, Tensor]]:
-    """Which parameter gets what, by module: matrices inside blocks, what else has two dimensions (embeddings, head, kernels of
-    convolutions), vectors (gains)."""
+    """Which parameter gets what, by module: matrices inside blocks, what else has two dimensions or more (embeddings, head, kernels of
+    convolutions), vectors (gains, and what is 1 wide in its last or last but one dimension)."""
     groups = {"matrices": {}, "embeddings": {}, "vectors": {}}
     others = [module for module in model.blocks.modules() if isinstance(module, (nn.Embedding, nn.modules.conv._ConvNd))]
     matrices = set(model.blocks.parameters()) - {p for module in others for p in module.parameters()}
@@ -574,7 +575,8 @@ def build_optimizers(model: nn.Module, compiled: bool, ns_dtype: torch.dtype) ->
     all_groups = [group for opt in optimizers for group in opt.param_groups]
     held = [p for group in all_groups for p in group["params"]]
     if len(held) != len(set(held)) or set(held) != set(model.parameters()):
-        raise RuntimeError("the optimizers do not hold every parameter exactly once")
+        raise RuntimeError(f"the optimizers hold {len(held)} parameters, {len(set(held))} different ones, expected each of the model's "
+                           f"{len(set(model.parameters()))} once: mend parameter_groups() or build_optimizers()")
     for group in all_groups:
         group["initial_lr"] = group["lr"]
     return optimizers
@@ -673,13 +675,30 @@ def sample(model: nn.Module, tokenizer: str, eot: int, where: torch.device, auto
             import tiktoken
             return tiktoken.get_encoding("gpt2").decode([i for i in ids if i < 50257])
         except Exception as error:  # not installed, or its vocabulary neither cached nor downloadable
-            print(f"the sample stays in token ids: {type(error).__name__} from tiktoken; see TIKTOKEN_CACHE_DIR", file=sys.stderr)
+            print(f"the sample stays in token ids: {type(error).__name__} from tiktoken; pip install tiktoken, or without a "
+                  "network set TIKTOKEN_CACHE_DIR", file=sys.stderr)
     return " ".join(map(str, ids))
 
 
 # ======================================================================================================================
 # memory
 # ----------------------------------------------------------------------------------------------------------------------
+def fast_bf16(where: torch.device) -> bool:
+    """Are products faster in bf16? On Ampere or newer, AMX, and AMD's AVX512-BF16, by its specification; on a Xeon with AVX512-BF16 but
+    no AMX they were slower than in fp32."""
+    if where.type == "cuda":
+        return torch.cuda.get_device_capability(where) >= (8, 0)
+    with contextlib.suppress(OSError):
+        words = set(re.findall(r"\w+", Path("/proc/cpuinfo").read_text()))
+        return where.type == "cpu" and ("amx_bf16" in words or {"AuthenticAMD", "avx512_bf16"} <= words)
+    return False
+
+
+def uses_bf16(where: torch.device) -> bool:
+    """Does the model run under bf16 autocast?"""
+    return "bfloat16" in (dtype, param_dtype) or dtype == "auto" and fast_bf16(where)
+
+
 def memory_estimate(model: nn.Module, world: int, gpu: bool, bf16: bool) -> dict[str, float]:
     """Bytes on one rank, from shapes alone (the model may be on the meta device)."""
     width = 2 if param_dtype == "bfloat16" else 4
@@ -708,15 +727,15 @@ def memory_estimate(model: nn.Module, world: int, gpu: bool, bf16: bool) -> dict
         kept += act * sum(p.numel() for part in copied for p in part.parameters() if p.ndim > 1)
     same_shape = Counter(p.shape for p in model.blocks.parameters() if p.ndim > 1)
     least, most = (1, 2**27) if gpu else (torch.get_num_threads(), 2**20)  # matrices and numbers that Newton-Schulz takes at a time
-    step = 0
+    update = 0  # of an optimizer: bytes a number of the portion, 16 of its copies; uncompiled 4 more, and 28 of the rule's results
     for shape, n in same_shape.items() if optimizer in VARIANTS else ():
         portion = min(n * shape.numel() / world, max(most, least * shape.numel()))
-        step = max(step, 16 * portion, 0 if compile else 4 * portion + 28 * (portion if gpu else shape.numel()))
-    step += numbers * width * ((1 if gpu else 2) + 1 / world) if world > 1 else 0  # what is received, by gloo in a copy, and sent
+        update = max(update, 16 * portion, 0 if compile else 4 * portion + 28 * (portion if gpu else shape.numel()))
+    update += numbers * width * ((1 if gpu else 2) + 1 / world) if world > 1 else 0  # what is received, by gloo in a copy, and sent
     accumulating = batch_size > micro_batch_size * world or world > 1  # else no gradient is there yet when the most is kept
     whole = state * width if world > 1 else 0  # Optimizer.state_dict gathers it, once no activations are left
     return {"parameters": numbers * width, "gradients": numbers * width, "optimizer": state * width / world,
-            "activations": max(kept - (0 if accumulating else numbers * width), step, whole)}
+            "activations": max(kept - (0 if accumulating else numbers * width), update, whole)}
 
 
 def check_memory(model: nn.Module, where: torch.device, world: int, local_world: int) -> None:
@@ -981,7 +1000,7 @@ class Log:
 
 
 def say(line: str) -> None:
-    """Prints. Where that fails, as tee or the terminal is gone, nothing is printed any more, on stderr neither if it is the same."""
+    """Prints. Where that fails, as tee or the terminal is gone, nothing is printed any more, nor on stderr if that is the same."""
     try:
         print(line, flush=True)
     except OSError:
@@ -1059,7 +1078,8 @@ def rendezvous(rank: int) -> dist.TCPStore:
             return dist.TCPStore(host, port, timeout=limit)
         except OSError:  # the port of the store before a restart
             time.sleep(0.1)
-    raise UserError(f"rank {rank} waited {timeout_minutes:g} minutes for rank 0 on {host}, port {port}")
+    raise UserError(f"rank {rank} waited {timeout_minutes:g} minutes for rank 0 on {host}, port {port}; see what it says, then start "
+                    "all ranks again with --resume=auto")
 
 
 class Watch(threading.Thread):
@@ -1117,22 +1137,6 @@ def agree(facts: dict[str, str], world: int) -> None:
 # ======================================================================================================================
 # main
 # ----------------------------------------------------------------------------------------------------------------------
-def fast_bf16(where: torch.device) -> bool:
-    """Are products faster in bf16? On Ampere or newer, AMX, and AMD's AVX512-BF16, by its specification; on a Xeon with AVX512-BF16 but
-    no AMX they were slower than in fp32."""
-    if where.type == "cuda":
-        return torch.cuda.get_device_capability(where) >= (8, 0)
-    with contextlib.suppress(OSError):
-        words = set(re.findall(r"\w+", Path("/proc/cpuinfo").read_text()))
-        return where.type == "cpu" and ("amx_bf16" in words or {"AuthenticAMD", "avx512_bf16"} <= words)
-    return False
-
-
-def uses_bf16(where: torch.device) -> bool:
-    """Does the model run under bf16 autocast?"""
-    return "bfloat16" in (dtype, param_dtype) or dtype == "auto" and fast_bf16(where)
-
-
 def duration(value: float) -> str:
     """Seconds as 95s, 12min or 11.5h."""
     return f"{value:.0f}s" if value < 600 else f"{value / 60:.0f}min" if value < 36000 else f"{value / 3600:.1f}h"
@@ -1150,7 +1154,7 @@ def clip(parameters: list[Tensor]) -> Tensor:
     """Scales the gradient to a global norm of at most grad_clip, or makes it NaN, which optimizers skip, where the norm is not finite.
     Returns the norm before, a scalar."""
     grads = [p.grad for p in parameters if p.grad is not None]
-    cpu = grads[0].device.type == "cpu"  # there in parts: in one piece the norm of 40 M numbers is 0.3 % too small
+    cpu = grads[0].device.type == "cpu"  # there in parts: summed in one piece, the norm of many numbers is too small
     norm = torch.nn.utils.get_total_norm([part for g in grads for part in g.flatten().split(2**20)] if cpu else grads)
     scale = (grad_clip / (norm + 1e-6)).clamp(max=1) if grad_clip else torch.ones_like(norm)
     scale = torch.where(norm.isfinite(), scale, math.nan)
@@ -1168,7 +1172,7 @@ class Monitor:
         self.stop, self.skipped, self.in_a_row, self.unread = False, skipped, 0, None
 
     def add(self, step: int, stats: Tensor) -> None:
-        """stats of update `step`, (3,): loss, norm of the gradient, votes to stop."""
+        """stats of update `step`, counted from 1 as in the log, (3,): loss, norm of the gradient, votes to stop."""
         if stats.is_cuda:
             self.look()  # at the update before
             host, event = torch.empty(3, pin_memory=True).copy_(stats, non_blocking=True), torch.cuda.Event()
@@ -1187,14 +1191,15 @@ class Monitor:
         loss, self.norm, stop_votes = stats.tolist()
         if not math.isfinite(loss):
             before = f"{self.loss:.4f}" if math.isfinite(self.loss) else "none"
-            raise UserError(f"the loss of update {step} is {loss}, the last finite one was {before}; try a lower --learning_rate and "
-                            "--adam_lr, more --warmup_iters or --dtype=float32, from the last checkpoint with --resume")
+            raise UserError(f"the loss of update {step} is {loss}, the last finite one was {before}; go on from the last checkpoint "
+                            "with --resume=PATH --allow_change=true and a lower --learning_rate and --adam_lr, more --warmup_iters or "
+                            "--dtype=float32")
         self.loss, self.stop = loss, self.stop or stop_votes > 0
         bad = not math.isfinite(self.norm)
         self.skipped, self.in_a_row = self.skipped + bad, self.in_a_row + 1 if bad else 0
         if self.in_a_row >= max_skipped:
-            raise UserError(f"the gradient was not finite in {self.in_a_row} updates in a row, up to update {step}; the weights are "
-                            "as before them; try a lower --learning_rate or --dtype=float32")
+            raise UserError(f"the gradient was not finite in {self.in_a_row} updates in a row, up to update {step}; go on from the "
+                            "last checkpoint with --resume=PATH --allow_change=true and a lower --learning_rate or --dtype=float32")
 
 
 def choose_device(local_rank: int, local_world: int) -> torch.device:
@@ -1270,7 +1275,7 @@ def train() -> dict:
         dist.init_process_group("nccl" if where.type == "cuda" else "gloo", store=store, rank=rank, world_size=world,
                                 timeout=timedelta(minutes=2 * timeout_minutes))
         local = {"resume", "run_name", "device", "threads", "data_dir", "log_dir", "checkpoint_dir"}  # may differ between ranks
-        agree({"globals": str({name: globals()[name] for name in GLOBALS if name not in local}), "code": source_hash(),
+        agree({**{f"--{name}": str(globals()[name]) for name in GLOBALS if name not in local}, "code": source_hash(),
                "data": train_shards.checksum + val_shards.checksum, "torch version": torch.__version__,
                "hardware (bf16 or not; say --dtype)": str(uses_bf16(where))}, world)
 
@@ -1312,7 +1317,7 @@ def train() -> dict:
         for p in raw.parameters():  # not buffers: angles stay in fp32
             p.data = p.data.bfloat16()
     autocast = (lambda: torch.autocast(where.type, torch.bfloat16)) if uses_bf16(where) else contextlib.nullcontext
-    ns_dtype = torch.bfloat16 if fast_bf16(where) else torch.float32
+    ns_dtype = torch.bfloat16 if fast_bf16(where) else torch.float32  # whatever --dtype is
     optimizers = build_optimizers(raw, compile, ns_dtype)
     facts = dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__, platform=platform.platform(),
                  **({"cuda": f"{torch.version.cuda}, cudnn {torch.backends.cudnn.version()}"} if where.type == "cuda" else {}),
@@ -1461,7 +1466,7 @@ def train() -> dict:
         if world > 1:
             dist.all_reduce(stats)
         optimize(norm, lr_factor(step))
-        monitor.add(step, stats)
+        monitor.add(step + 1, stats)
         step += 1
         if profiler:
             profiler.step()

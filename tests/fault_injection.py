@@ -398,7 +398,7 @@ def not_finite(expected: str) -> None:
     report("a gradient that is not finite", code == 0 and "skipped:1 " in log and abs(final - float(expected.split()[0])) < 0.3,
            "left out, counted")
     stops_then_goes_on("ten of them in a row", "ten", expected, "10 updates in a row", gradients(set(range(UPDATES // 2, 99))))
-    stops_then_goes_on("a loss that is not finite", "loss", expected, f"the loss of update {UPDATES // 2} is inf", loss)
+    stops_then_goes_on("a loss that is not finite", "loss", expected, f"the loss of update {UPDATES // 2 + 1} is inf", loss)
 
 
 # ---------------------------------------------------------------------------------------------------------------------- ranks, nodes
