@@ -18,6 +18,7 @@ import contextlib
 import copy
 import itertools
 import math
+import threading
 import types
 import warnings
 from typing import Callable, NamedTuple
@@ -321,7 +322,7 @@ class _Sharded(torch.optim.Optimizer):
     which rank gets which (_assign), what state this rank's begin with (_new_state) and how they change (_update).
     """
 
-    _buckets, _ranges, _ranks, _seen = None, {}, None, None  # of _layout: pickle and deepcopy leave them behind
+    _buckets, _ranges, _ranks, _seen, _agreed = None, {}, None, None, None  # of _layout: pickle and deepcopy leave them behind
     skipped = 0  # updates of this rank left out so far because a gradient was not finite; a tensor after a step
 
     def add_param_group(self, param_group: dict):
@@ -342,8 +343,13 @@ class _Sharded(torch.optim.Optimizer):
         if any(self.state.values()) and self._ranks not in (None, _world()):
             raise RuntimeError(f"{type(self).__name__} has split its state over {self._ranks} ranks, now there are {_world()}: call "
                                "init_process_group before the first step, and destroy_process_group after the last state_dict")
-        seen = [(id(group), *map(id, group["params"])) for group in self.param_groups]  # _buckets keeps them alive
+        seen = [(id(group), *((id(p), p.shape) for p in group["params"])) for group in self.param_groups]
         if self._ranks != _world() or self._seen != seen:
+            shapes = dict(pair for _, *pairs in self._seen or () for pair in pairs)
+            for p, state in self.state.items():
+                if state and shapes.get(id(p), p.shape) != p.shape:
+                    raise RuntimeError(f"a parameter of shape {tuple(shapes[id(p)])} has become one of {tuple(p.shape)}, its state has not: "
+                                       "del optimizer.state[parameter] begins it anew")
             old = self._ranges if self._ranks == _world() else {}
             self._buckets, self._ranges, self._ranks, self._seen, load = [], dict(old), _world(), seen, [0] * _world()
             for group in self.param_groups:  # in this order, so that a group that is added later moves nothing
@@ -379,11 +385,14 @@ class _Sharded(torch.optim.Optimizer):
                 loss = closure()
         if any(p.grad is not None and p.grad.is_sparse for group in self.param_groups for p in group["params"]):
             raise RuntimeError(f"{type(self).__name__} takes dense gradients, found a sparse one: build nn.Embedding with sparse=False")
-        for group in self.param_groups:
+        for group in self.param_groups:  # again: schedules change options, and a .to(memory_format=...) would make units copies
+            self._check_options(group)
             for i, p in enumerate(group["params"]):
-                self._check(i, p)  # again: a .to(memory_format=...) since then would make its units a copy
-        finite, exchanges = [], []
-        for group, bucket in self._layout():
+                self._check(i, p)
+        finite, exchanges, buckets = [], [], self._layout()
+        if _world() > 1 and self._agreed != self._seen:
+            self._agree()
+        for group, bucket in buckets:
             mine = [p for p in bucket if p.grad is not None and len(self._own(p, p))]
             for p in mine:
                 if not self.state.get(p):  # or a reader of state[p] has made an empty one
@@ -403,6 +412,20 @@ class _Sharded(torch.optim.Optimizer):
             if bad.device.type == "cpu" and bad:
                 warnings.warn(f"{type(self).__name__}: a gradient is not finite; {int(bad)} of the updates were left out")
         return loss
+
+    def _agree(self) -> None:
+        """Once for a layout: RuntimeError on all ranks where one has other parameters, which the first exchange would overwrite."""
+        integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        sums = [(tuple(p.shape), str(p.dtype), p.detach().contiguous().view(integers[p.element_size()]).sum(dtype=torch.int64).item())
+                for group in self.param_groups for p in group["params"]]  # of the bits: exact in any order
+        everyone = [None] * _world()
+        dist.all_gather_object(everyone, sums)
+        for r, theirs in enumerate(everyone):
+            if theirs != everyone[0]:
+                i = next((i for i, (a, b) in enumerate(zip(theirs, everyone[0])) if a != b), min(len(theirs), len(everyone[0])))
+                raise RuntimeError(f"parameter {i} of {type(self).__name__} is not the same on ranks 0 and {r}: wrap the model in "
+                                   "DistributedDataParallel, load checkpoints on all ranks; not for FSDP, tensor or pipeline parallelism")
+        self._agreed = self._seen
 
     def _exchange(self, params: list[Tensor], own: list[Tensor]) -> Callable:
         """Starts to send `own`, this rank's units of each of `params`, to all. Returns a function that waits for it and gives
@@ -435,8 +458,14 @@ class _Sharded(torch.optim.Optimizer):
         members = [(group, p) for group in self.param_groups for p in group["params"]]
         steps = [self.state[p]["step"] if self.state.get(p) else 0 for _, p in members]
         if _world() > 1:  # a parameter's owner knows
+            alone = threading.Timer(60, warnings.warn, [f"{type(self).__name__}.state_dict() has waited for a minute: all ranks must call "
+                                                        "it, not only the one that saves"])
+            alone.start()
             everyone = [None] * _world()
-            dist.all_gather_object(everyone, steps)
+            try:
+                dist.all_gather_object(everyone, steps)
+            finally:
+                alone.cancel()
             steps = [max(of_p) for of_p in zip(*everyone)]
         own, self.state = self.state, {}  # the whole state for a moment: torch packs it, and its hooks see it
         try:
@@ -444,9 +473,12 @@ class _Sharded(torch.optim.Optimizer):
                 if step:
                     parts = own.get(p) or self._new_state(group, p)
                     self.state[p] = {name: step if name == "step" else self._gathered(p, mine) for name, mine in parts.items()}
-            return super().state_dict()
+            whole = super().state_dict()
         finally:
             self.state = own
+        for group in whole.get("param_groups", ()):  # dtypes by name: JSON and torch.distributed.checkpoint take no others
+            group.update({name: str(value) for name, value in group.items() if isinstance(value, torch.dtype)})
+        return whole
 
     def _gathered(self, p: Tensor, mine: Tensor) -> Tensor:
         """A buffer of all of p's units, in its whole shape; mine: this rank's part, which with one rank is all of it."""
@@ -475,7 +507,8 @@ class _Sharded(torch.optim.Optimizer):
         if found != expected:
             raise ValueError(f"the state is of parameter groups of {found} tensors, this optimizer has {expected}: "
                              "build it with the same parameters in the same order")
-        hyper = [{k: copy.deepcopy(v) for k, v in saved.items() if k not in ("params", "compile")} for saved in state_dict["param_groups"]]
+        value = lambda k, v: getattr(torch, v[6:]) if k.endswith("_dtype") and isinstance(v, str) else copy.deepcopy(v)
+        hyper = [{k: value(k, v) for k, v in saved.items() if k not in ("params", "compile")} for saved in state_dict["param_groups"]]
         group_of = {p: {**group, **saved} for group, saved in zip(self.param_groups, hyper) for p in group["params"]}
         for group, saved in zip(self.param_groups, hyper):
             self._check_options({**group, **saved})
@@ -512,8 +545,16 @@ class _Sharded(torch.optim.Optimizer):
 
 def _in_range(high: float, **values: float) -> None:
     for name, value in values.items():
-        if not 0 <= value < high:
-            raise ValueError(f"{name} is {value}, expected a number in [0, {high})")
+        if isinstance(value, Tensor) and value.device.type != "cpu":  # asking would wait for it
+            continue
+        if isinstance(value, (str, tuple, list, type(None))) or not 0 <= value < high:
+            raise ValueError(f"{name} is {value!r}, expected a number in [0, {high})")
+
+
+def _floating(**dtypes: torch.dtype) -> None:
+    for name, dtype in dtypes.items():
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ValueError(f"{name} is {dtype!r}, expected a floating-point dtype such as torch.bfloat16")
 
 
 def _noise(group: dict, W: Tensor) -> Tensor | None:
@@ -534,8 +575,8 @@ def _joined(tensors):
 class Muon(_Sharded):
     """Muon and its variants for matrices inside a network: (m, n), or (..., m, n) as a batch of matrices.
 
-    Not for embeddings, the output head and vectors: give those to AdamW. Nor for convolution kernels (out, in, h, w), whose h × w
-    windows would be the matrices: hold them as (out, in·h·w).
+    Not for embeddings, the output head and vectors: give those to AdamW. Nor for convolution kernels (out, in, h, w) or (out, in, w),
+    whose windows would be the matrices: hold them as (out, in·h·w).
 
     lr: η, in units of `adjust_lr_fn`, as in torch.optim.Muon: "original" s = √max(1, m/n); "match_rms_adamw" s = 0.2 √max(m, n),
         for learning rates tuned for AdamW; and "frobenius" s = 0.2 √(mn) / |O|_F, AdaMuon's own.
@@ -565,6 +606,9 @@ class Muon(_Sharded):
         _in_range(math.inf, **{name: group[name] for name in ("lr", "weight_decay", "gamma", "eps", "ns_eps", "ns_steps")})
         if group["ns_steps"] != int(group["ns_steps"]):
             raise ValueError(f"ns_steps is {group['ns_steps']}, expected a whole number")
+        _floating(ns_dtype=group["ns_dtype"], state_dtype=group["state_dtype"] or torch.float32)
+        if group.get("use_muon") is False:
+            raise ValueError("a group has use_muon=False, which Muon does not read: give its parameters to AdamW")
 
     def _check(self, i, p):
         if p.ndim < 2 or not p.numel() or not p.is_floating_point():
@@ -606,6 +650,8 @@ class Muon(_Sharded):
 
     def _update(self, group, params):
         """One step of this rank's matrices of `params`, of one shape. Returns which gradients are finite, each (k, 1, 1)."""
+        if any(set(self.state[p]) != {"step", *VARIANTS[group["variant"]].state} for p in params):
+            raise RuntimeError(f"the state is of another variant than {group['variant']}: build a new optimizer, or clear optimizer.state")
         constants = self._hyper(group, params[0])
         return [ok for batches in self._portions(params) for ok in self._update_portion(group, batches, constants)]
 
@@ -679,6 +725,7 @@ class AdamW(_Sharded):
     def _check_options(self, group):
         _in_range(1, beta1=group["betas"][0], beta2=group["betas"][1])
         _in_range(math.inf, lr=group["lr"], eps=group["eps"], weight_decay=group["weight_decay"])
+        _floating(state_dtype=group["state_dtype"] or torch.float32)
 
     def _check(self, i, p):
         if not p.is_floating_point() or not p.is_contiguous() or not p.numel():

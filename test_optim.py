@@ -8,6 +8,7 @@ import copy
 import hashlib
 import inspect
 import io
+import json
 import math
 import os
 import pickle
@@ -15,6 +16,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import time
 import warnings
 from pathlib import Path
 
@@ -936,6 +938,53 @@ def test_param_groups_may_be_changed_between_steps(make):
     assert moved() == [False, False, True]
 
 
+@pytest.mark.parametrize("make, shapes", [(Muon, ((2, 8, 4), (4, 8, 4))), (Muon, ((4, 6), (6, 4))), (AdamW, ((4, 6), (6, 6))),
+                                          (AdamW, ((4, 6), (6, 4)))])
+def test_a_parameter_that_has_another_shape_needs_another_state(make, shapes):
+    """As where somebody grows a vocabulary by a new .data: torch's fused kernel would write beside the state."""
+    p, = params = parameters(shapes[0])
+    opt = make(params, lr=0.1, compile=False)
+    run(opt, params, 1)
+    p.grad, p.data = None, torch.ones(shapes[1])
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=re.escape(f"of shape {shapes[0]} has become one of {shapes[1]}, its state has not")):
+            run(opt, params, 1)
+        assert torch.equal(p, torch.ones(shapes[1]))
+    del opt.state[p]
+    run(opt, params, 1)
+    assert (p != 1).all() and opt.state[p]["step"] == 1
+
+
+def test_what_a_schedule_writes_into_a_group_is_checked():
+    params = parameters((8, 4))
+    opt = Muon(params, lr=0.1, compile=False)
+    run(opt, params, 1)
+    before = params[0].detach().clone()
+    for changed, found in ((dict(momentum=1.0), "momentum is 1.0"), (dict(lr="6e-4"), "lr is '6e-4'"), (dict(lr=None), "lr is None"),
+                           (dict(adjust_lr_fn="rms"), "adjust_lr_fn is 'rms'"), (dict(ns_dtype="bf16"), "ns_dtype is 'bf16', expected a fl"),
+                           (dict(state_dtype=torch.int8), "state_dtype is torch.int8, expected a floating-point dtype")):
+        group = dict(opt.param_groups[0])
+        opt.param_groups[0].update(changed)
+        with pytest.raises(ValueError, match=re.escape(found)):
+            run(opt, params, 1)
+        opt.param_groups[0].update(group)
+    opt.param_groups[0]["variant"] = "muon"
+    with pytest.raises(RuntimeError, match="the state is of another variant than muon: build a new optimizer"):
+        run(opt, params, 1)
+    assert torch.equal(params[0], before)
+    with pytest.raises(ValueError, match="a group has use_muon=False, which Muon does not read: give its parameters to AdamW"):
+        Muon([dict(params=params, use_muon=False)])
+
+
+def test_groups_of_a_state_go_through_json():
+    """torch.distributed.checkpoint too takes no dtypes among them."""
+    params = parameters((8, 4))
+    groups = json.loads(json.dumps(Muon(params, ns_dtype=torch.float64, state_dtype=torch.bfloat16).state_dict()["param_groups"]))
+    opt = Muon(params)
+    opt.load_state_dict(dict(state={}, param_groups=groups))
+    assert opt.param_groups[0]["ns_dtype"] is torch.float64 and opt.param_groups[0]["state_dtype"] is torch.bfloat16
+
+
 def test_parameters_that_change_places_keep_their_state(monkeypatch):
     """In portions as on a GPU, where several parameters share a buffer: the same as one by one."""
     def train():
@@ -1199,6 +1248,8 @@ def ranks_worker(rank, folder):
                 if ranks == 2:
                     torch.save((half, saved), f"{folder}/saved-{rank}")
                     missing_gradient(rank)
+                    unlike_parameters(rank)
+                    state_dict_of_one_rank(rank)
                     stochastic_rounding(rank)
                     changed_groups()
                 dist.destroy_process_group()
@@ -1263,6 +1314,29 @@ def changed_groups():
     for _ in range(2):
         with pytest.raises(RuntimeError, match="state would have to move between ranks"):
             run(opt, params, 1)
+
+
+def unlike_parameters(rank):
+    """Other values or shapes on one rank are refused on all, before anything is overwritten."""
+    for params in (parameters((8, 4), (6, 6), seed=rank), parameters((8, 4 + rank))):
+        for make in (Muon, AdamW):
+            before = [p.detach().clone() for p in params]
+            with pytest.raises(RuntimeError, match="parameter 0 of (Muon|AdamW) is not the same on ranks 0 and 1"):
+                run(make(params, compile=False), params, 1)
+            assert all(map(torch.equal, params, before))
+
+
+def state_dict_of_one_rank(rank):
+    """The rank that calls it is told what it waits for; here after 0.6 s instead of a minute."""
+    params = parameters((8, 4))
+    opt = Muon(params, compile=False)
+    run(opt, params, 1)
+    timer, told = optim.threading.Timer, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optim.threading, "Timer", lambda seconds, warn, texts: timer(seconds / 100, told.append, texts))
+        time.sleep(2 * rank)
+        opt.state_dict()
+    assert rank or told == ["Muon.state_dict() has waited for a minute: all ranks must call it, not only the one that saves"]
 
 
 def stochastic_rounding(rank):
