@@ -241,7 +241,7 @@ def _after(after, W, O, G, S, h, noise, ok):
 
 
 def _adamw(W, G, S, lr, weight_decay, beta1, beta2, bias1, bias2, eps, noise, largest):
-    """AdamW (Loshchilov & Hutter, 2019) for one tensor of any shape; largest: max |gradient| of the whole, which all ranks know."""
+    """AdamW (Loshchilov & Hutter, 2019) for rows (k, n); largest: max |gradient| of their whole tensor, for all ranks the same, () or (k, 1)."""
     ok = largest.isfinite()
     G, old = _clean(G, ok), _upcast(S)
     M = beta1 * old["exp_avg"] + (1 - beta1) * G
@@ -276,16 +276,17 @@ _compiled = {}  # (function, constants) -> its compiled form; None -> torch.comp
 
 
 def _run(group: dict, function: Callable, *args):
-    """function(*args) through torch.compile, a few graphs for all shapes (wide or tall, one matrix or several); eagerly, after
-    one warning, where no compiler works."""
+    """function(*args) through torch.compile: on a CPU a few graphs for all shapes (wide or tall, one matrix or several), on a GPU one
+    a shape, whose kernels read 16 bytes at once and divide no indices; eagerly, after one warning, where no compiler works."""
     if not group["compile"] or None in _compiled:
         return function(*args)
-    dtypes = (a.dtype for a in args[:2] if isinstance(a, Tensor))  # of G, W or both
-    key = (function, *(group.get(option) for option in CONSTANT), *dtypes)
+    tensors = [a for a in args[:2] if isinstance(a, Tensor)]  # G, W or both
+    gpu = tensors[0].is_cuda
+    key = (function, *(group.get(option) for option in CONSTANT), *((t.dtype, gpu and t.shape) for t in tensors))
     try:
         if key not in _compiled:  # a code object each, because Dynamo limits the graphs of one
             own_code = types.FunctionType(function.__code__.replace(), function.__globals__)
-            _compiled[key] = torch.compile(own_code, dynamic=True)  # with fullgraph, torch 2.13 may fail after it has run the function
+            _compiled[key] = torch.compile(own_code, dynamic=not gpu)  # with fullgraph, torch 2.13 may fail after it has run the function
         return _compiled[key](*args)
     except torch.OutOfMemoryError:
         raise
@@ -348,8 +349,8 @@ class _Sharded(torch.optim.Optimizer):
             shapes = dict(pair for _, *pairs in self._seen or () for pair in pairs)
             for p, state in self.state.items():
                 if state and shapes.get(id(p), p.shape) != p.shape:
-                    raise RuntimeError(f"a parameter of shape {tuple(shapes[id(p)])} has become one of {tuple(p.shape)}, its state has not: "
-                                       "del optimizer.state[parameter] begins it anew")
+                    raise RuntimeError(f"a parameter of shape {tuple(shapes[id(p)])} has become one of {tuple(p.shape)}, its state has "
+                                       "not: del optimizer.state[parameter] begins it anew")
             old = self._ranges if self._ranks == _world() else {}
             self._buckets, self._ranges, self._ranks, self._seen, load = [], dict(old), _world(), seen, [0] * _world()
             for group in self.param_groups:  # in this order, so that a group that is added later moves nothing
@@ -412,6 +413,17 @@ class _Sharded(torch.optim.Optimizer):
             if bad.device.type == "cpu" and bad:
                 warnings.warn(f"{type(self).__name__}: a gradient is not finite; {int(bad)} of the updates were left out")
         return loss
+
+    def _joined_state(self, params, name):
+        """This buffer of all `params` as one tensor, of which each state[p][name] is a view from the first step on."""
+        parts = [self.state[p][name] for p in params]
+        whole, places = parts[0]._base, [part.storage_offset() for part in parts]
+        alone = whole is None or len(whole) != sum(map(len, parts)) or any(part._base is not whole for part in parts)
+        if alone or places != sorted(places):  # who changes param_groups may change the order
+            whole = _joined(parts)
+            for p, part in zip(params, whole.split([len(part) for part in parts])):
+                self.state[p][name] = part
+        return whole
 
     def _agree(self) -> None:
         """Once for a layout: RuntimeError on all ranks where one has other parameters, which the first exchange would overwrite."""
@@ -683,17 +695,6 @@ class Muon(_Sharded):
         chunks = [params[i:i + size] for i in range(0, len(params), size)]
         return [[[p] for p in chunk] if cpu else [chunk] for chunk in chunks]
 
-    def _joined_state(self, params, name):
-        """This buffer of all `params` as one tensor, of which each state[p][name] is a view from the first step on."""
-        parts = [self.state[p][name] for p in params]
-        whole, places = parts[0]._base, [part.storage_offset() for part in parts]
-        alone = whole is None or len(whole) != sum(map(len, parts)) or any(part._base is not whole for part in parts)
-        if alone or places != sorted(places):  # who changes param_groups may change the order
-            whole = _joined(parts)
-            for p, part in zip(params, whole.split([len(part) for part in parts])):
-                self.state[p][name] = part
-        return whole
-
     def _hyper(self, group, p):
         m, n = p.shape[-2:]
         scale = {"original": max(1, m / n) ** 0.5, "match_rms_adamw": 0.2 * max(m, n) ** 0.5, "frobenius": None}[group["adjust_lr_fn"]]
@@ -759,11 +760,24 @@ class AdamW(_Sharded):
             return self._fused(group, params, W, G, M, V)
         grads = [p.grad for p in params]  # all rows, so that all ranks agree
         largest = [g.abs().amax() for g in grads] if W[0].device.type == "mps" else torch._foreach_norm(grads, math.inf)  # MPS's drops NaN
-        for p, w, g, m, v, size in zip(params, W, G, M, V, largest):
-            hyper = (group["lr"], group["weight_decay"], *group["betas"], *(1 - b ** self.state[p]["step"] for b in group["betas"]))
-            _run(group, _adamw, w, g, dict(exp_avg=m, exp_avg_sq=v), *(_scalar(x, p) for x in hyper), group["eps"],
-                 _noise(group, w), size)
+        most = self._together(params)
+        for i in range(0, len(params), most):
+            some = slice(i, i + most)
+            w, g, size = _joined(W[some]), _joined(G[some]), largest[i]
+            if len(W[some]) > 1:
+                size = torch.stack(largest[some]).repeat_interleave(len(W[i]))[:, None]
+            state = {name: self._joined_state(params[some], name) for name in ("exp_avg", "exp_avg_sq")}
+            corrections = (1 - beta ** self.state[params[i]]["step"] for beta in group["betas"])
+            hyper = (_scalar(x, w) for x in (group["lr"], group["weight_decay"], *group["betas"], *corrections))
+            _run(group, _adamw, w, g, state, *hyper, group["eps"], _noise(group, w), size)
+            if len(W[some]) > 1:
+                torch._foreach_copy_(W[some], w.split(len(W[i])))
         return [torch.stack(largest).isfinite()]
+
+    def _together(self, params) -> int:
+        """How many tensors one call takes: on a GPU, where calls cost, up to 2**24 numbers of as many steps, for example all gains."""
+        alike = params[0].is_cuda and len({self.state[p]["step"] for p in params}) == 1
+        return max(1, 2**24 // params[0].numel()) if alike else 1
 
     def _fused(self, group, params, W, G, M, V):
         """_update in torch's kernel for a CPU, where calling a compiled graph takes longer than updating a small tensor."""

@@ -789,6 +789,27 @@ def test_adamw_recovers_from_a_huge_gradient(state_dtype):
     assert opt.skipped == 0
 
 
+def test_adamw_in_batches_is_adamw_alone(monkeypatch):
+    """As on a GPU: several tensors in a call, one of which has a gradient that is not finite; their state is saved and loaded between."""
+    def train(together):
+        monkeypatch.setattr(AdamW, "_together", lambda self, params: together)
+        params = [torch.nn.Parameter(p.detach().bfloat16()) for p in parameters((6,), (6,), (6,), (4, 6), (4, 6))]
+        opt = AdamW(params, lr=0.1, compile=False)
+        for step in range(4):
+            if step == 2:
+                state, opt = copy.deepcopy(opt.state_dict()), AdamW(params, compile=False)
+                opt.load_state_dict(state)
+            set_gradients(params, step)
+            if step == 1:
+                params[1].grad[2] = params[4].grad[0, 0] = math.nan
+            opt.step()
+        return params, opt.state_dict()["state"]
+    with pytest.warns(UserWarning, match="of the updates"):
+        (alone, state), (batched, batched_state) = train(1), train(2)
+    assert all(map(torch.equal, alone, batched))
+    torch.testing.assert_close(batched_state, state, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("state_dtype", [None, torch.float64])
 def test_a_step_between_forward_and_backward_is_noticed(state_dtype):
     (p,) = parameters((3,))
@@ -907,6 +928,7 @@ def test_defaults_are_the_documented_ones():
     assert defaults(Muon).items() >= dict(
         variant="muon-vs", momentum=0.95, weight_decay=0.1, gamma=10.0, beta2=0.95, eps=1e-8, nesterov=True, ns_steps=5, ns_eps=1e-7,
         ns_dtype=torch.bfloat16, adjust_lr_fn="original", state_dtype=None, stochastic_rounding=False).items()
+    assert defaults(newton_schulz).items() >= dict(steps=5, eps=1e-7, dtype=torch.bfloat16).items()
     theirs = defaults(torch.optim.AdamW)
     assert all(defaults(AdamW)[name] == theirs[name] for name in ("lr", "betas", "eps", "weight_decay"))
 
@@ -953,6 +975,38 @@ def test_a_parameter_that_has_another_shape_needs_another_state(make, shapes):
     del opt.state[p]
     run(opt, params, 1)
     assert (p != 1).all() and opt.state[p]["step"] == 1
+
+
+def test_one_matrix_of_a_batch_that_is_not_finite_stops_no_other():
+    p, = parameters((3, 8, 4))
+    opt = Muon([p], compile=False)
+    set_gradients([p], 0)
+    p.grad[1, 0, 0] = math.nan
+    before = p.detach().clone()
+    with pytest.warns(UserWarning, match="1 of the updates"):
+        opt.step()
+    assert [torch.equal(a, b) for a, b in zip(before, p.detach())] == [False, True, False]
+
+
+def test_frobenius_makes_small_results_as_large_as_any():
+    p, = parameters((24, 16))
+    opt = Muon([p], lr=1.0, variant="muon-nsr-post", gamma=1e8, weight_decay=0.0, adjust_lr_fn="frobenius", compile=False)
+    run(opt, [p], 3)
+    before = p.detach().clone()
+    run(opt, [p], 1, start=3)
+    assert (p - before).norm().item() == pytest.approx(0.2 * (24 * 16) ** 0.5, rel=1e-4)
+
+
+def test_a_gradient_of_1e14_is_not_clamped():
+    ways = []
+    for size in (1.0, 1e14):
+        p, = parameters((24, 16))
+        set_gradients([p], 0)
+        p.grad.mul_(size / p.grad.abs().max())
+        before = p.detach().clone()
+        Muon([p], lr=0.1, variant="muon", weight_decay=0.0, compile=False).step()
+        ways.append(before - p.detach())
+    torch.testing.assert_close(*ways, rtol=0, atol=1e-3)  # bf16 rounds X of about 0.1 elsewhere
 
 
 def test_what_a_schedule_writes_into_a_group_is_checked():

@@ -672,15 +672,18 @@ def flops_per_token(model: nn.Module) -> float:
 
 
 PEAK_FLOPS = {  # dense bf16, one device, from the makers' data sheets; the first that stands in the device's name counts
-    "GB200": 2500e12, "B200": 2250e12, "GH200": 989e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
-    "A100": 312e12, "A800": 312e12, "H800": 989e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A10G": 70e12, "A10": 125e12,
-    "A40": 150e12, "A6000": 155e12, "RTX 5090": 209.5e12, "RTX 4090": 165.2e12, "RTX 3090": 71e12,
+    "GB200": 2500e12, "B200": 2250e12, "GH200": 989e12, "H200 NVL": 835e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12,
+    "H100": 989e12, "H800 PCIe": 756e12, "H800": 989e12, "H20": 148e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12, "L40": 181e12,
+    "L4": 121e12, "A10G": 70e12, "A10": 125e12, "A40": 150e12, "A6000": 155e12, "RTX 6000 Ada": 364e12, "RTX 5090": 209.5e12,
+    "RTX 4090": 165.2e12, "RTX 3090": 71e12, "MI300X": 1307e12,
 }
 
 
 def peak_flops(where: torch.device) -> float | None:
     """Of one device, per second; None where it is not known, as for CPUs."""
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else ""
+    if re.search(r" (MIG|D|Ti|Laptop)\b", name):  # a part of a card, or a relative of the one that the name begins with
+        return None
     return next((peak for part, peak in PEAK_FLOPS.items() if re.search(rf"\b{part}\b", name)), None)
 
 

@@ -434,7 +434,9 @@ def test_flops_per_token_is_what_torch_counts():
 @pytest.mark.parametrize("name, peak", [
     ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA H200", 989e12), ("NVIDIA GH200 480GB", 989e12),
     ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA A10G", 70e12), ("NVIDIA A10", 125e12), ("NVIDIA RTX A6000", 155e12),
-    ("NVIDIA L40S", 362e12), ("NVIDIA GeForce RTX 4090", 165.2e12), ("NVIDIA RTX A4000", None), ("NVIDIA RTX A1000 Laptop GPU", None)])
+    ("NVIDIA L40S", 362e12), ("NVIDIA GeForce RTX 4090", 165.2e12), ("NVIDIA RTX A4000", None), ("NVIDIA RTX A1000 Laptop GPU", None),
+    ("NVIDIA H200 NVL", 835e12), ("NVIDIA H20", 148e12), ("AMD Instinct MI300X", 1307e12), ("NVIDIA GeForce RTX 4090 D", None),
+    ("NVIDIA GeForce RTX 3090 Ti", None), ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None)])
 def test_peak_of_a_device_is_known_or_not_claimed(name, peak, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda where: name)
     assert fresh().peak_flops(torch.device("cuda", 0)) == peak

@@ -96,6 +96,8 @@ class Clock:
         """For this row's turn; round 0 is the warm-up."""
         self.on = False
         self.synchronize()
+        if self.gpu:
+            torch.cuda.empty_cache()  # of what rows on the same GPU need meanwhile
         if self.round == 1:
             forget_peak(self.gpu)
         try:
@@ -172,6 +174,8 @@ def work(job: dict) -> None:
     t.configure(job["flags"])
     kind = t.device or ("cuda" if torch.cuda.is_available() else "cpu")
     where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device(kind)
+    if where.type == "cuda":
+        torch.cuda.set_device(where)  # whose events and memory are read
     try:
         {"script": train_script, "nanogpt": train_nanogpt, "matmul": multiply}[job["kind"]](t, job, where, Clock(job, where))
     except Done:
