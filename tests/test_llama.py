@@ -237,3 +237,10 @@ def test_two_ranks_train_the_same_as_one(data, tmp_path):
     assert done.returncode == 0, done.stderr
     final = float(re.search(r"^final val_loss:([\d.]+)", (tmp_path / "logs/pair.txt").read_text(), re.M)[1])
     assert final == pytest.approx(alone["val_loss"], abs=2e-2)  # bf16 autocast: the sums of 2 ranks round in another order
+
+
+def test_residual_projections_are_smaller_when_truncated_too():
+    t = script("--init_residual=true", "--init_truncated=true", "--n_layer=8")
+    model = t.Model(64)
+    t.initialise(model)
+    assert model.blocks[0].attn.proj.weight.abs().max() <= 0.01 < model.blocks[0].attn.q.weight.abs().max()  # 2 x 0.02 / √16

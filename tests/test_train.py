@@ -1759,3 +1759,118 @@ def test_a_file_system_that_cannot_sync_folders_will_do(monkeypatch):
     monkeypatch.setattr(module.os, "fsync", refusing)
     module.main(flags(run_name="fs", max_iters=1))
     assert checkpoint("fs", 1)["step"] == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------- single numbers
+def test_each_optimizer_steps_at_its_own_learning_rate():
+    module, seen = fresh(), []
+    step = module.AdamW.step
+    module.AdamW = type("AdamW", (module.AdamW,), dict(step=lambda self: seen.append([g["lr"] for g in self.param_groups]) or step(self)))
+    module.main(flags(max_iters=1, warmup_iters=0, schedule="constant", adam_lr=0.003, learning_rate=0.01))
+    assert seen[-1] == [0.003, 0.003]
+
+
+def test_the_weight_decay_given_reaches_embeddings():
+    module = configured(weight_decay=0.3)
+    muon, adam = module.build_optimizers(module.Model(64), False, torch.float32)
+    assert [group["weight_decay"] for group in (*muon.param_groups, *adam.param_groups)] == [0.3, 0.3, 0.0]
+
+
+def test_vocabularies_are_padded_to_multiples_of_64():
+    assert [fresh().padded(n) for n in (1, 64, 65, 257, 32000, 50257)] == [64, 64, 128, 320, 32000, 50304]
+
+
+def test_an_epoch_of_one_seed_is_no_epoch_of_the_next_seed():
+    def epoch(step, seed):
+        return configured(data_seed=seed, batch_size=187).Shards("tiny", "train").batch(step, range(187)).tolist()
+    assert epoch(1, 1) != epoch(0, 2) and sorted(epoch(1, 1)) == sorted(epoch(0, 2))
+
+
+def test_an_id_just_past_the_vocabulary_is_refused():
+    tokens = text(2008, 1)
+    tokens[3] = 257
+    write_shard("data/tiny/tiny_train_000001.bin", tokens)
+    module = configured()
+    with pytest.raises(module.UserError, match="token id 257, expected ids below 257"):
+        module.Shards("tiny", "train")
+
+
+def test_another_version_of_the_shards_is_refused():
+    path = Path("data/tiny/tiny_train_000001.bin")
+    path.write_bytes(path.read_bytes()[:4] + b"\2" + path.read_bytes()[5:])
+    module = configured()
+    with pytest.raises(module.UserError, match=r"not a token shard: its first words are \[20240520, 2\]"):
+        module.Shards("tiny", "train")
+
+
+def test_shards_of_others_keep_their_end_of_text_where_the_vocabulary_is_given():
+    write_shard("data/theirs/theirs_train_000001.bin", text(500), ours=False)
+    assert configured(dataset="theirs", vocab_size=50257).Shards("theirs", "train").eot == 50256
+
+
+def test_validation_reads_whole_windows_and_the_log_tells_how_many():
+    module, rows = configured(val_tokens=40, micro_batch_size=1), []
+    logits = lambda x: rows.append(len(x)) or torch.zeros(*x.shape, 320)
+    module.evaluate(logits, module.Shards("tiny", "val"), torch.device("cpu"), module.contextlib.nullcontext, 0, 1)
+    assert sum(rows) == 2
+    train(max_iters=0, val_tokens=40, run_name="used")
+    assert "\nval_tokens_used: 32\n" in Path("logs/used.txt").read_text()
+
+
+def test_a_signal_in_the_last_update_keeps_the_result():
+    module = fresh()
+    batch = module.Shards.batch
+
+    def reading(self, step, rows):
+        if step == 3 and rows.start == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return batch(self, step, rows)
+    module.Shards.batch = reading
+    module.main(flags(max_iters=4, run_name="end"))
+    assert "\nfinal val_loss:" in Path("logs/end.txt").read_text()
+
+
+def rewritten(path: str, change) -> str:
+    """The checkpoint with `change` applied, as good as before."""
+    saved = torch.load(path, weights_only=True)
+    change(saved)
+    torch.save(saved, path)
+    Path(path).with_suffix(".json").write_text(json.dumps(dict(val_loss=None, size=os.path.getsize(path), sha256=fresh().sha256(Path(path)))))
+    return path
+
+
+def test_a_global_that_the_checkpoint_does_not_know_is_named(capsys, monkeypatch):
+    train(run_name="old", max_iters=2)
+    path = rewritten("checkpoints/old/step_00000002.pt", lambda saved: saved["globals"].pop("gamma"))
+    assert "gamma (None then, 1000.0 now)" in fails(capsys, monkeypatch, flags(max_iters=2, run_name="new", resume=path))
+
+
+def test_the_speed_of_a_resumed_run_is_its_own():
+    train(run_name="old", max_iters=4, checkpoint_interval=2)
+    path = rewritten("checkpoints/old/step_00000002.pt", lambda saved: saved.update(train_time=1e6))
+    train(run_name="new", max_iters=4, resume=path)
+    assert float(read_log("logs/new.txt")[-1]["tokens_per_s"]) > 10
+
+
+def test_more_ranks_than_sequences_get_advice():
+    module = configured(micro_batch_size=0, batch_size=8)
+    with pytest.raises(module.UserError, match="x 16 ranks; use --batch_size=16"):
+        module.micro_batches(16)
+
+
+def test_a_sample_is_drawn_at_temperature_0_8(monkeypatch):
+    module, seen, draw = configured(sample_tokens=1), [], torch.multinomial
+    monkeypatch.setattr(torch, "multinomial", lambda p, *a, **how: seen.append(p) or draw(p, *a, **how))
+    logits = torch.arange(320) / 100
+    model = SimpleNamespace(logits=lambda x: logits.expand(*x.shape, 320))
+    module.sample(model, "bytes", 256, torch.device("cpu"), module.contextlib.nullcontext)
+    torch.testing.assert_close(seen[0], torch.softmax(logits / 0.8, -1))
+
+
+def test_epochs_and_perplexity_are_told(capsys):
+    train(max_iters=47)
+    assert " 2.00 epochs of tiny\n" in capsys.readouterr().out  # 47 x 8 of 187 windows
+    module = fresh()
+    module.evaluate = lambda *_: (100.0, 0.5)
+    module.main(flags(max_iters=0, run_name="ppl"))
+    assert float(read_log("logs/ppl.txt")[-1]["val_ppl"]) == pytest.approx(math.exp(100))
