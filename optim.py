@@ -241,7 +241,7 @@ def _after(after, W, O, G, S, h, noise, ok):
 
 
 def _adamw(W, G, S, lr, weight_decay, beta1, beta2, bias1, bias2, eps, noise, largest):
-    """AdamW (Loshchilov & Hutter, 2019) for rows (k, n); largest: max |gradient| of their whole tensor, for all ranks the same, () or (k, 1)."""
+    """AdamW (Loshchilov & Hutter, 2019) for rows (k, n); largest: max |gradient| of a row's whole tensor, of all ranks, () or (k, 1)."""
     ok = largest.isfinite()
     G, old = _clean(G, ok), _upcast(S)
     M = beta1 * old["exp_avg"] + (1 - beta1) * G
@@ -277,16 +277,18 @@ _compiled = {}  # (function, constants) -> its compiled form; None -> torch.comp
 
 def _run(group: dict, function: Callable, *args):
     """function(*args) through torch.compile: on a CPU a few graphs for all shapes (wide or tall, one matrix or several), on a GPU one
-    a shape, whose kernels read 16 bytes at once and divide no indices; eagerly, after one warning, where no compiler works."""
+    or two for each shape of units, whose kernels read 16 bytes at once and divide no indices; eagerly, after one warning, where no
+    compiler works."""
     if not group["compile"] or None in _compiled:
         return function(*args)
     tensors = [a for a in args[:2] if isinstance(a, Tensor)]  # G, W or both
     gpu = tensors[0].is_cuda
-    key = (function, *(group.get(option) for option in CONSTANT), *((t.dtype, gpu and t.shape) for t in tensors))
+    key = (function, *(group.get(option) for option in CONSTANT), *((t.dtype, gpu and t.shape[1:]) for t in tensors))
     try:
         if key not in _compiled:  # a code object each, because Dynamo limits the graphs of one
             own_code = types.FunctionType(function.__code__.replace(), function.__globals__)
-            _compiled[key] = torch.compile(own_code, dynamic=not gpu)  # with fullgraph, torch 2.13 may fail after it has run the function
+            # without fullgraph: with it, torch 2.13 may fail after it has run the function
+            _compiled[key] = torch.compile(own_code, dynamic=None if gpu else True)
         return _compiled[key](*args)
     except torch.OutOfMemoryError:
         raise
@@ -309,6 +311,13 @@ def _rank() -> int:
 
 def _world() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _checksum(p: Tensor) -> int:
+    """Sum of the bits as integers: exact in any order; in parts, because they are widened."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = p.detach().contiguous().view(-1).view(integers[p.element_size()])
+    return sum(part.sum(dtype=torch.int64).item() for part in bits.split(2**24))
 
 
 class _Sharded(torch.optim.Optimizer):
@@ -346,11 +355,6 @@ class _Sharded(torch.optim.Optimizer):
                                "init_process_group before the first step, and destroy_process_group after the last state_dict")
         seen = [(id(group), *((id(p), p.shape) for p in group["params"])) for group in self.param_groups]
         if self._ranks != _world() or self._seen != seen:
-            shapes = dict(pair for _, *pairs in self._seen or () for pair in pairs)
-            for p, state in self.state.items():
-                if state and shapes.get(id(p), p.shape) != p.shape:
-                    raise RuntimeError(f"a parameter of shape {tuple(shapes[id(p)])} has become one of {tuple(p.shape)}, its state has "
-                                       "not: del optimizer.state[parameter] begins it anew")
             old = self._ranges if self._ranks == _world() else {}
             self._buckets, self._ranges, self._ranks, self._seen, load = [], dict(old), _world(), seen, [0] * _world()
             for group in self.param_groups:  # in this order, so that a group that is added later moves nothing
@@ -391,7 +395,7 @@ class _Sharded(torch.optim.Optimizer):
             for i, p in enumerate(group["params"]):
                 self._check(i, p)
         finite, exchanges, buckets = [], [], self._layout()
-        if _world() > 1 and self._agreed != self._seen:
+        if self._agreed != self._seen:
             self._agree()
         for group, bucket in buckets:
             mine = [p for p in bucket if p.grad is not None and len(self._own(p, p))]
@@ -425,18 +429,28 @@ class _Sharded(torch.optim.Optimizer):
                 self.state[p][name] = part
         return whole
 
+    def _from_all(self, thing) -> list:
+        """`thing` of every rank; NCCL takes it through the current GPU, which is made the parameters'."""
+        everyone, devices = [thing] * _world(), [p.device for group in self.param_groups for p in group["params"] if p.is_cuda]
+        if _world() > 1:
+            with torch.cuda.device(devices[0]) if devices else contextlib.nullcontext():
+                dist.all_gather_object(everyone, thing)
+        return everyone
+
     def _agree(self) -> None:
-        """Once for a layout: RuntimeError on all ranks where one has other parameters, which the first exchange would overwrite."""
-        integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-        sums = [(tuple(p.shape), str(p.dtype), p.detach().contiguous().view(integers[p.element_size()]).sum(dtype=torch.int64).item())
-                for group in self.param_groups for p in group["params"]]  # of the bits: exact in any order
-        everyone = [None] * _world()
-        dist.all_gather_object(everyone, sums)
-        for r, theirs in enumerate(everyone):
-            if theirs != everyone[0]:
-                i = next((i for i, (a, b) in enumerate(zip(theirs, everyone[0])) if a != b), min(len(theirs), len(everyone[0])))
-                raise RuntimeError(f"parameter {i} of {type(self).__name__} is not the same on ranks 0 and {r}: wrap the model in "
-                                   "DistributedDataParallel, load checkpoints on all ranks; not for FSDP, tensor or pipeline parallelism")
+        """Once for a layout: RuntimeError, on all ranks, where a parameter has another shape than its state (the state's first buffer
+        has that of this rank's units), or other values than on rank 0, as the first exchange would overwrite it."""
+        params, name = [p for group in self.param_groups for p in group["params"]], type(self).__name__
+        outgrown = [i for i, p in enumerate(params) if self.state.get(p) and [*self.state[p].values()][1].shape != self._own(p, p).shape]
+        everyone = self._from_all(([(p.shape, p.dtype, _checksum(p)) for p in params if _world() > 1], outgrown))
+        for r, (theirs, outgrown) in enumerate(everyone):
+            for i in outgrown:
+                raise RuntimeError(f"parameter {i} of {name} has become one of shape {tuple(params[i].shape)}, its state has not: build a "
+                                   "new optimizer, or del optimizer.state[parameter]")
+            for i, (mine, other) in enumerate(itertools.zip_longest(theirs, everyone[0][0])):
+                if mine != other:
+                    raise RuntimeError(f"parameter {i} of {name} is not the same on ranks 0 and {r}: wrap the model in Distributed"
+                                       "DataParallel, load checkpoints on all ranks; not for FSDP, tensor or pipeline parallelism")
         self._agreed = self._seen
 
     def _exchange(self, params: list[Tensor], own: list[Tensor]) -> Callable:
@@ -473,12 +487,10 @@ class _Sharded(torch.optim.Optimizer):
             alone = threading.Timer(60, warnings.warn, [f"{type(self).__name__}.state_dict() has waited for a minute: all ranks must call "
                                                         "it, not only the one that saves"])
             alone.start()
-            everyone = [None] * _world()
             try:
-                dist.all_gather_object(everyone, steps)
+                steps = [max(of_p) for of_p in zip(*self._from_all(steps))]
             finally:
                 alone.cancel()
-            steps = [max(of_p) for of_p in zip(*everyone)]
         own, self.state = self.state, {}  # the whole state for a moment: torch packs it, and its hooks see it
         try:
             for (group, p), step in zip(members, steps):
@@ -488,7 +500,7 @@ class _Sharded(torch.optim.Optimizer):
             whole = super().state_dict()
         finally:
             self.state = own
-        for group in whole.get("param_groups", ()):  # dtypes by name: JSON and torch.distributed.checkpoint take no others
+        for group in whole.get("param_groups", ()):  # dtypes by name, for JSON and for StateDictOptions(full_state_dict=True)
             group.update({name: str(value) for name, value in group.items() if isinstance(value, torch.dtype)})
         return whole
 
@@ -519,8 +531,9 @@ class _Sharded(torch.optim.Optimizer):
         if found != expected:
             raise ValueError(f"the state is of parameter groups of {found} tensors, this optimizer has {expected}: "
                              "build it with the same parameters in the same order")
-        value = lambda k, v: getattr(torch, v[6:]) if k.endswith("_dtype") and isinstance(v, str) else copy.deepcopy(v)
-        hyper = [{k: value(k, v) for k, v in saved.items() if k not in ("params", "compile")} for saved in state_dict["param_groups"]]
+        dtypes = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+        value = lambda v: dtypes.get(v, v) if isinstance(v, str) else copy.deepcopy(v)
+        hyper = [{k: value(v) for k, v in saved.items() if k not in ("params", "compile")} for saved in state_dict["param_groups"]]
         group_of = {p: {**group, **saved} for group, saved in zip(self.param_groups, hyper) for p in group["params"]}
         for group, saved in zip(self.param_groups, hyper):
             self._check_options({**group, **saved})
@@ -557,9 +570,7 @@ class _Sharded(torch.optim.Optimizer):
 
 def _in_range(high: float, **values: float) -> None:
     for name, value in values.items():
-        if isinstance(value, Tensor) and value.device.type != "cpu":  # asking would wait for it
-            continue
-        if isinstance(value, (str, tuple, list, type(None))) or not 0 <= value < high:
+        if isinstance(value, (str, tuple, list, type(None))) or not -1e-9 <= value < high:  # torch's LinearLR to 0 ends at -1e-19
             raise ValueError(f"{name} is {value!r}, expected a number in [0, {high})")
 
 
@@ -578,6 +589,11 @@ def _noise(group: dict, W: Tensor) -> Tensor | None:
 def _scalar(value, p: Tensor) -> Tensor:
     """On the CPU whatever p's device: a graph takes a 0-d tensor from there, and it changes no dtype of what it multiplies."""
     return torch.as_tensor(value, dtype=torch.float32 if p.device.type == "mps" else torch.float64, device="cpu")
+
+
+def _together(gpu: bool, steps: set[int], numel: int) -> int:
+    """How many tensors of a shape AdamW takes in one call: on a GPU, where calls cost, as many as have 2**24 numbers, such as all gains."""
+    return max(1, 2**24 // numel) if gpu and len(steps) == 1 else 1
 
 
 def _joined(tensors):
@@ -662,7 +678,8 @@ class Muon(_Sharded):
 
     def _update(self, group, params):
         """One step of this rank's matrices of `params`, of one shape. Returns which gradients are finite, each (k, 1, 1)."""
-        if any(set(self.state[p]) != {"step", *VARIANTS[group["variant"]].state} for p in params):
+        known = {name for rule in VARIANTS.values() for name in rule.state}  # other entries are their writers'
+        if any(known & set(self.state[p]) != set(VARIANTS[group["variant"]].state) for p in params):
             raise RuntimeError(f"the state is of another variant than {group['variant']}: build a new optimizer, or clear optimizer.state")
         constants = self._hyper(group, params[0])
         return [ok for batches in self._portions(params) for ok in self._update_portion(group, batches, constants)]
@@ -760,7 +777,7 @@ class AdamW(_Sharded):
             return self._fused(group, params, W, G, M, V)
         grads = [p.grad for p in params]  # all rows, so that all ranks agree
         largest = [g.abs().amax() for g in grads] if W[0].device.type == "mps" else torch._foreach_norm(grads, math.inf)  # MPS's drops NaN
-        most = self._together(params)
+        most = _together(W[0].is_cuda, {self.state[p]["step"] for p in params}, W[0].numel())
         for i in range(0, len(params), most):
             some = slice(i, i + most)
             w, g, size = _joined(W[some]), _joined(G[some]), largest[i]
@@ -773,11 +790,6 @@ class AdamW(_Sharded):
             if len(W[some]) > 1:
                 torch._foreach_copy_(W[some], w.split(len(W[i])))
         return [torch.stack(largest).isfinite()]
-
-    def _together(self, params) -> int:
-        """How many tensors one call takes: on a GPU, where calls cost, up to 2**24 numbers of as many steps, for example all gains."""
-        alike = params[0].is_cuda and len({self.state[p]["step"] for p in params}) == 1
-        return max(1, 2**24 // params[0].numel()) if alike else 1
 
     def _fused(self, group, params, W, G, M, V):
         """_update in torch's kernel for a CPU, where calling a compiled graph takes longer than updating a small tensor."""

@@ -790,9 +790,13 @@ def test_adamw_recovers_from_a_huge_gradient(state_dtype):
 
 
 def test_adamw_in_batches_is_adamw_alone(monkeypatch):
-    """As on a GPU: several tensors in a call, one of which has a gradient that is not finite; their state is saved and loaded between."""
-    def train(together):
-        monkeypatch.setattr(AdamW, "_together", lambda self, params: together)
+    """As on a GPU: several tensors in a call, one of which has a gradient that is not finite, one none at all, so that it is a step
+    behind; their state is saved and loaded between."""
+    rule = optim._together
+    assert [rule(*of) for of in ((False, {3}, 768), (True, {3}, 768), (True, {3, 4}, 768), (True, {3}, 2**25))] == [1, 2**24 // 768, 1, 1]
+
+    def train(gpu):
+        monkeypatch.setattr(optim, "_together", lambda _, steps, numel: rule(gpu, steps, 2**23))
         params = [torch.nn.Parameter(p.detach().bfloat16()) for p in parameters((6,), (6,), (6,), (4, 6), (4, 6))]
         opt = AdamW(params, lr=0.1, compile=False)
         for step in range(4):
@@ -802,10 +806,14 @@ def test_adamw_in_batches_is_adamw_alone(monkeypatch):
             set_gradients(params, step)
             if step == 1:
                 params[1].grad[2] = params[4].grad[0, 0] = math.nan
+            if step == 3:
+                params[4].grad = None
             opt.step()
+        set_gradients(params, 4)
+        opt.step()
         return params, opt.state_dict()["state"]
     with pytest.warns(UserWarning, match="of the updates"):
-        (alone, state), (batched, batched_state) = train(1), train(2)
+        (alone, state), (batched, batched_state) = train(False), train(True)
     assert all(map(torch.equal, alone, batched))
     torch.testing.assert_close(batched_state, state, rtol=0, atol=0)
 
@@ -968,8 +976,11 @@ def test_a_parameter_that_has_another_shape_needs_another_state(make, shapes):
     opt = make(params, lr=0.1, compile=False)
     run(opt, params, 1)
     p.grad, p.data = None, torch.ones(shapes[1])
+    q, other = copy.deepcopy((p, opt))
+    with pytest.raises(RuntimeError, match="its state has not"):
+        run(other, [q], 1)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=re.escape(f"of shape {shapes[0]} has become one of {shapes[1]}, its state has not")):
+        with pytest.raises(RuntimeError, match=re.escape(f"parameter 0 of {make.__name__} has become one of shape {shapes[1]}, its st")):
             run(opt, params, 1)
         assert torch.equal(p, torch.ones(shapes[1]))
     del opt.state[p]
@@ -1009,13 +1020,24 @@ def test_a_gradient_of_1e14_is_not_clamped():
     torch.testing.assert_close(*ways, rtol=0, atol=1e-3)  # bf16 rounds X of about 0.1 elsewhere
 
 
+@pytest.mark.parametrize("make", [Muon, AdamW])
+def test_a_schedule_of_torch_that_ends_a_rounding_below_0_goes_on(make):
+    params = parameters((8, 4))
+    opt = make(params, lr=0.1, compile=False)
+    schedule = torch.optim.lr_scheduler.LinearLR(opt, end_factor=0.0, total_iters=10)
+    for step in range(12):
+        run(opt, params, 1, start=step)
+        schedule.step()
+    assert -1e-9 < opt.param_groups[0]["lr"] < 0
+
+
 def test_what_a_schedule_writes_into_a_group_is_checked():
     params = parameters((8, 4))
     opt = Muon(params, lr=0.1, compile=False)
     run(opt, params, 1)
     before = params[0].detach().clone()
     for changed, found in ((dict(momentum=1.0), "momentum is 1.0"), (dict(lr="6e-4"), "lr is '6e-4'"), (dict(lr=None), "lr is None"),
-                           (dict(adjust_lr_fn="rms"), "adjust_lr_fn is 'rms'"), (dict(ns_dtype="bf16"), "ns_dtype is 'bf16', expected a fl"),
+                           (dict(adjust_lr_fn="rms"), "adjust_lr_fn is 'rms'"), (dict(ns_dtype="bf16"), "ns_dtype is 'bf16', expected"),
                            (dict(state_dtype=torch.int8), "state_dtype is torch.int8, expected a floating-point dtype")):
         group = dict(opt.param_groups[0])
         opt.param_groups[0].update(changed)
@@ -1031,11 +1053,13 @@ def test_what_a_schedule_writes_into_a_group_is_checked():
 
 
 def test_groups_of_a_state_go_through_json():
-    """torch.distributed.checkpoint too takes no dtypes among them."""
+    """And so through torch.distributed.checkpoint with full_state_dict. What is not Muon's own comes back as it was."""
     params = parameters((8, 4))
-    groups = json.loads(json.dumps(Muon(params, ns_dtype=torch.float64, state_dtype=torch.bfloat16).state_dict()["param_groups"]))
+    opt = Muon([dict(params=params, name="torch.", amp_dtype="bf16")], ns_dtype=torch.float64, state_dtype=torch.bfloat16)
+    groups = json.loads(json.dumps(opt.state_dict()["param_groups"]))
     opt = Muon(params)
     opt.load_state_dict(dict(state={}, param_groups=groups))
+    assert (opt.param_groups[0]["name"], opt.param_groups[0]["amp_dtype"]) == ("torch.", "bf16")
     assert opt.param_groups[0]["ns_dtype"] is torch.float64 and opt.param_groups[0]["state_dtype"] is torch.bfloat16
 
 
@@ -1303,7 +1327,7 @@ def ranks_worker(rank, folder):
                     torch.save((half, saved), f"{folder}/saved-{rank}")
                     missing_gradient(rank)
                     unlike_parameters(rank)
-                    state_dict_of_one_rank(rank)
+                    state_dict_of_one_rank(rank, folder)
                     stochastic_rounding(rank)
                     changed_groups()
                 dist.destroy_process_group()
@@ -1380,15 +1404,17 @@ def unlike_parameters(rank):
             assert all(map(torch.equal, params, before))
 
 
-def state_dict_of_one_rank(rank):
-    """The rank that calls it is told what it waits for; here after 0.6 s instead of a minute."""
+def state_dict_of_one_rank(rank, folder):
+    """The rank that calls it is told what it waits for; here after 0.6 s instead of a minute, and the other one comes when it is."""
     params = parameters((8, 4))
     opt = Muon(params, compile=False)
     run(opt, params, 1)
     timer, told = optim.threading.Timer, []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optim.threading, "Timer", lambda seconds, warn, texts: timer(seconds / 100, told.append, texts))
-        time.sleep(2 * rank)
+        tell = lambda text: told.append(text) or Path(folder, f"told-{rank}").touch()
+        patch.setattr(optim.threading, "Timer", lambda seconds, warn, texts: timer(seconds / 100, tell, texts))
+        while rank and not Path(folder, "told-0").exists():
+            time.sleep(0.05)
         opt.state_dict()
     assert rank or told == ["Muon.state_dict() has waited for a minute: all ranks must call it, not only the one that saves"]
 

@@ -1195,14 +1195,15 @@ class Monitor:
         if not math.isfinite(loss):
             before = f"{self.loss:.4f}" if math.isfinite(self.loss) else "none"
             raise UserError(f"the loss of update {step} is {loss}, the last finite one was {before}; go on from the last checkpoint "
-                            "with --resume=PATH --allow_change=true and a lower --learning_rate and --adam_lr, more --warmup_iters or "
-                            "--dtype=float32")
+                            "with --resume=auto or =PATH, --allow_change=true and a lower --learning_rate and --adam_lr, more "
+                            "--warmup_iters or --dtype=float32")
         self.loss, self.stop = loss, self.stop or stop_votes > 0
         bad = not math.isfinite(self.norm)
         self.skipped, self.in_a_row = self.skipped + bad, self.in_a_row + 1 if bad else 0
         if self.in_a_row >= max_skipped:
             raise UserError(f"the gradient was not finite in {self.in_a_row} updates in a row, up to update {step}; go on from the "
-                            "last checkpoint with --resume=PATH --allow_change=true and a lower --learning_rate or --dtype=float32")
+                            "last checkpoint with --resume=auto or =PATH, --allow_change=true and a lower --learning_rate or "
+                            "--dtype=float32")
 
 
 def choose_device(local_rank: int, local_world: int) -> torch.device:

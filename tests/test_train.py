@@ -541,6 +541,8 @@ def test_what_ranks_of_a_machine_share(monkeypatch):
     module = configured(micro_batch_size=0, threads=0)
     assert module.micro_batches(2) == 1 and module.micro_batch_size == 4
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8), raising=False)
+    read, share = Path.read_text, "max 100000\n"
+    monkeypatch.setattr(Path, "read_text", lambda path, *how: share if str(path) == "/sys/fs/cgroup/cpu.max" else read(path, *how))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # torchrun's, for several ranks
     module.keep_memory = lambda: None
     module.choose_device(0, 4)
@@ -551,8 +553,6 @@ def test_what_ranks_of_a_machine_share(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
     module.choose_device(0, 1)
     assert torch.get_num_threads() == 8
-    read, share = Path.read_text, ""
-    monkeypatch.setattr(Path, "read_text", lambda path, *how: share if str(path) == "/sys/fs/cgroup/cpu.max" else read(path, *how))
     for share, ranks, expected in (("max 100000\n", 1, 8), ("350000 100000\n", 1, 3), ("350000 100000\n", 2, 1), ("50000 100000\n", 1, 1)):
         module.choose_device(0, ranks)
         assert torch.get_num_threads() == expected
@@ -1361,7 +1361,7 @@ def test_an_update_with_a_gradient_that_is_not_finite_is_left_out():
 def test_ten_in_a_row_end_the_run_with_the_weights_intact():
     module = fresh()
     weights = break_backward(module, set(range(1 + 4 * 3, 1000)))  # from update 3 on
-    with pytest.raises(module.UserError, match="10 updates in a row, up to update 13; go on from the last checkpoint with --resume=PATH") as error:
+    with pytest.raises(module.UserError, match="10 updates in a row, up to update 13; go on .* --resume=auto or =PATH, --a") as error:
         module.main(flags(max_iters=50, checkpoint_interval=1, keep_checkpoints=99, run_name="ten"))
     assert "\n" not in str(error.value)
     assert max(weights) == 12 and torch.equal(weights[3], weights[12]) and weights[12].isfinite().all()
@@ -1764,10 +1764,12 @@ def test_a_file_system_that_cannot_sync_folders_will_do(monkeypatch):
 # ---------------------------------------------------------------------------------------------------------------------- single numbers
 def test_each_optimizer_steps_at_its_own_learning_rate():
     module, seen = fresh(), []
-    step = module.AdamW.step
-    module.AdamW = type("AdamW", (module.AdamW,), dict(step=lambda self: seen.append([g["lr"] for g in self.param_groups]) or step(self)))
+    for name in ("Muon", "AdamW"):
+        made = getattr(module, name)
+        step = lambda self, step=made.step: seen.append([group["lr"] for group in self.param_groups]) or step(self)
+        setattr(module, name, type(name, (made,), dict(step=step)))
     module.main(flags(max_iters=1, warmup_iters=0, schedule="constant", adam_lr=0.003, learning_rate=0.01))
-    assert seen[-1] == [0.003, 0.003]
+    assert seen[-2:] == [[0.01], [0.003, 0.003]]
 
 
 def test_the_weight_decay_given_reaches_embeddings():
@@ -1835,7 +1837,8 @@ def rewritten(path: str, change) -> str:
     saved = torch.load(path, weights_only=True)
     change(saved)
     torch.save(saved, path)
-    Path(path).with_suffix(".json").write_text(json.dumps(dict(val_loss=None, size=os.path.getsize(path), sha256=fresh().sha256(Path(path)))))
+    facts = dict(val_loss=None, size=os.path.getsize(path), sha256=fresh().sha256(Path(path)))
+    Path(path).with_suffix(".json").write_text(json.dumps(facts))
     return path
 
 
