@@ -366,7 +366,7 @@ def manifest_shards(folder: Path, split: str) -> set[str]:
 
 def shuffle(i: np.ndarray, n: int, *key: int) -> np.ndarray:
     """Where a pseudo-random permutation of range(n), chosen by `key`, puts each of i: a Feistel network on the next power of 4, walked
-    until below n. Unlike numpy's permutation it needs no table: 8 bytes a window, on every rank."""
+    until below n. Unlike numpy's permutation it needs no table, which would take 8 bytes a window on every rank."""
     half = np.uint64((max(n - 1, 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << int(half)) - 1)
     rounds = np.random.SeedSequence(key).generate_state(6, np.uint64)
