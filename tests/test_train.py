@@ -81,6 +81,11 @@ def checkpoint(run, step) -> dict:
     return torch.load(f"checkpoints/{run}/step_{step:08d}.pt", weights_only=True)
 
 
+def certify(path: Path):
+    """Writes beside a checkpoint that it is as it should be."""
+    path.with_suffix(".json").write_text(json.dumps(dict(val_loss=None, size=path.stat().st_size, sha256=fresh().sha256(path))))
+
+
 def tensors(tree) -> list:
     """All tensors and numbers of nested dictionaries and lists, in order."""
     if isinstance(tree, dict):
@@ -1537,8 +1542,7 @@ def test_nothing_in_a_checkpoint_is_executed(capsys, monkeypatch, place):
     Path("checkpoints/evil").mkdir(parents=True)
     path = Path("checkpoints/evil/step_00000001.pt")
     torch.save(dict(model=Evil()), path)
-    note = dict(step=1, val_loss=None, size=path.stat().st_size, sha256=fresh().sha256(path))
-    path.with_suffix(".json").write_text(json.dumps(note))
+    certify(path)
     for resume in ("auto", str(path)):
         assert "is not a checkpoint of train_gpt.py" in fails(capsys, monkeypatch, flags(resume=resume, run_name="evil"))
     assert not Path("executed").exists()
@@ -1837,8 +1841,7 @@ def rewritten(path: str, change) -> str:
     saved = torch.load(path, weights_only=True)
     change(saved)
     torch.save(saved, path)
-    facts = dict(val_loss=None, size=os.path.getsize(path), sha256=fresh().sha256(Path(path)))
-    Path(path).with_suffix(".json").write_text(json.dumps(facts))
+    certify(Path(path))
     return path
 
 
