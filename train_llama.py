@@ -1251,9 +1251,10 @@ def choose_device(local_rank: int, local_world: int) -> torch.device:
         raise UserError(f"{local_world} ranks cannot share an Apple GPU; start one, or use --device=cpu")
     elif where.type == "cpu":
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        with contextlib.suppress(OSError, ValueError):  # a container's share of them: microseconds of each period, or "max"
-            quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-            cores = min(cores, int(quota) // int(period))
+        for files in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):  # a container's share, by cgroups 2 and 1
+            with contextlib.suppress(OSError, ValueError):
+                quota, period = " ".join(Path("/sys/fs/cgroup", file).read_text() for file in files).split()
+                cores = min(cores, int(quota) // int(period)) if int(quota) > 0 else cores  # "max" and -1 are no limit
         if threads or local_world > 1 or "OMP_NUM_THREADS" not in os.environ:  # torchrun sets that to 1 where it starts several ranks
             torch.set_num_threads(threads or max(1, cores // local_world))
         keep_memory()

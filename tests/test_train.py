@@ -546,8 +546,15 @@ def test_what_ranks_of_a_machine_share(monkeypatch):
     module = configured(micro_batch_size=0, threads=0)
     assert module.micro_batches(2) == 1 and module.micro_batch_size == 4
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8), raising=False)
-    read, share = Path.read_text, "max 100000\n"
-    monkeypatch.setattr(Path, "read_text", lambda path, *how: share if str(path) == "/sys/fs/cgroup/cpu.max" else read(path, *how))
+    read, share = Path.read_text, {}
+
+    def reading(path, *how):
+        if not str(path).startswith("/sys/fs/cgroup/cpu"):
+            return read(path, *how)
+        if path.name not in share:
+            raise FileNotFoundError(path)
+        return share[path.name]
+    monkeypatch.setattr(Path, "read_text", reading)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # torchrun's, for several ranks
     module.keep_memory = lambda: None
     module.choose_device(0, 4)
@@ -558,9 +565,10 @@ def test_what_ranks_of_a_machine_share(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
     module.choose_device(0, 1)
     assert torch.get_num_threads() == 8
-    for share, ranks, expected in (("max 100000\n", 1, 8), ("350000 100000\n", 1, 3), ("350000 100000\n", 2, 1), ("50000 100000\n", 1, 1)):
-        module.choose_device(0, ranks)
-        assert torch.get_num_threads() == expected
+    for quota, ranks, expected in (("max", 1, 8), ("-1", 1, 8), ("350000", 1, 3), ("350000", 2, 1), ("50000", 1, 1)):
+        for share in ({"cpu.max": f"{quota} 100000\n"}, {"cpu.cfs_quota_us": f"{quota}\n", "cpu.cfs_period_us": "100000\n"}):
+            module.choose_device(0, ranks)
+            assert torch.get_num_threads() == expected
     torch.set_num_threads(1)
 
 
