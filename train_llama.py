@@ -656,7 +656,7 @@ def evaluate(logits, shards: Shards, where: torch.device, autocast, rank: int, w
         y_N = y_BT.flatten()[:len(tokens) * block_size]
         for part, y in zip(logits_NV.split(2048), y_N.split(2048)):  # in parts, so that fp32 copies are small
             loss = F.cross_entropy(part.float(), y, reduction="sum")
-            sums += torch.stack([loss, (part.argmax(-1) == y).sum().to(loss)]).to(sums.device).double()
+            sums += torch.stack([loss, (part.argmax(-1) == y).sum().to(loss)]).to(sums.device)
     if world > 1:
         Watch.waits += 1
         dist.all_reduce(sums)

@@ -106,11 +106,18 @@ def test_the_table_has_every_row_and_its_figures_agree(bench, tmp_path):
     assert float(table["muon-vs x2"]["state MiB"]) < float(table["muon-vs x1"]["state MiB"])
 
 
-def test_in_fp32_it_is_compared_with_products_in_fp32(bench, tmp_path):
+def test_in_fp32_it_is_compared_with_products_in_fp32(bench, tmp_path, monkeypatch):
+    """The rows are stubbed: the test above and those below run all kinds."""
     (tmp_path / "model.py").write_text(NANOGPT)
-    text = bench.main([*SMALL, "--compile=false", "--dtype=float32", "--optimizers=adamw", "--nanogpt=.", "--rounds=1",
-                       "--updates=1", "--warmup=1"])
-    assert re.search(r"matmul: [\d.,]+ GFLOP/s in fp32 on", text) and "nanoGPT fp32" in text and "nanoGPT bf16" not in text
+    jobs = {}
+
+    def turn(row, round):
+        jobs[row.title] = row.job
+        row.blocks.append(dict(seconds=1.0, phases={}, threads=1, flops=3e9, hardware_peak=None, parameters=1))
+    monkeypatch.setattr(bench.Row, "turn", turn)
+    text = bench.main([*SMALL, "--dtype=float32", "--optimizers=adamw", "--nanogpt=.", "--rounds=1"])
+    assert "matmul: 3 GFLOP/s in fp32 on" in text and list(jobs) == ["adamw", "nanoGPT fp32", "matmul"]
+    assert "--dtype=float32" in jobs["adamw"]["flags"] and not jobs["nanoGPT fp32"]["bf16"] and not jobs["matmul"]["bf16"]
 
 
 def test_a_block_is_its_updates_but_the_first(bench, tmp_path):

@@ -158,6 +158,26 @@ def test_resumed_run_later_line_wins(tmp_path, capsys):
     assert "a.txt: a resumed run" in capsys.readouterr().err
 
 
+def test_what_a_resumed_run_did_again_is_forgotten_from_its_first_line_on():
+    """Also where it has other lines than before: no loss of the run that was lost stays among them."""
+    figures = "train_time:1.000s train_loss:9.00000"
+    text = log_text().split("step:0/500")[0] + "\n".join([
+        "step:0/500 val_loss:5.00000 train_time:0.000s", f"step:100/500 val_loss:9.00000 {figures}", f"step:110/500 {figures}",
+        "resumed:step:90", "step:100/500 train_time:1.000s train_loss:4.00000", "step:120/500 train_time:1.200s train_loss:3.00000\n"])
+    run = report.read_log("a.txt", text)
+    assert list(run.evals) == [0] and {step: loss for step, (loss, _) in run.train.items()} == {100: 4.0, 120: 3.0}
+
+
+def test_cost_by_hand(tmp_path, run):
+    """Updates of 800 tokens in 10 and in 30 ms: 20 ms on average, and 1600 tokens in 40 ms; muon-vs takes 30 ms."""
+    for optimizer, times in (("muon", (10.0, 30.0)), ("muon-vs", (30.0, 30.0))):
+        for seed, ms in enumerate(times):
+            write(tmp_path / "logs", f"{optimizer}{seed}.txt", log_text(optimizer, seed, ms=ms))
+    run("--baseline=muon")
+    muon, vs = rows_of(tmp_path / "out/cost.csv")
+    assert [float(muon["tokens/s"]), float(vs["tokens/s"]), float(vs["excess %"])] == pytest.approx([40_000, 800 / 0.03, 50])
+
+
 def test_a_run_resumed_with_other_settings_is_a_row_of_its_own(tmp_path, run, logs):
     for name, told in (("later", "400:dataset=my one,learning_rate=0.5"), ("two", "400:dataset=my two"), ("undone", "400:gamma=1")):
         resumed = f"resumed:step:400 world_size:1 code:changed changed:{told}\n"

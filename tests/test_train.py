@@ -1800,6 +1800,32 @@ def test_an_epoch_of_one_seed_is_no_epoch_of_the_next_seed():
     assert epoch(1, 1) != epoch(0, 2) and sorted(epoch(1, 1)) == sorted(epoch(0, 2))
 
 
+def test_the_order_of_the_data_is_that_of_earlier_runs():
+    """So that later code resumes them where they were, and their figures can be had again."""
+    assert fresh().shuffle(np.arange(12), 12, 1, 0).tolist() == [1, 0, 4, 8, 7, 10, 3, 2, 6, 11, 9, 5]
+
+
+def test_each_update_rounds_with_noise_of_its_own_by_the_seed():
+    def noise(**changes):
+        module, seen = fresh(), []
+        clip = module.clip
+        module.clip = lambda parameters: seen.append(torch.initial_seed()) or clip(parameters)
+        module.main(flags(max_iters=3, param_dtype="bfloat16", stochastic_rounding=True, data_seed=1, **changes))
+        return seen[-3:]
+    assert noise(seed=1, run_name="a") == noise(seed=1, run_name="b") and len({*noise(seed=1), *noise(seed=2)}) == 6
+
+
+def test_validation_adds_up_in_float64():
+    """A mean over equal losses is that loss; sums in float32 would be off by 1e-6 and more."""
+    write_shard("data/long/long_val_000000.bin", np.zeros(16_001, int))
+    module = configured(val_tokens=16_000, micro_batch_size=1, val_dataset="long")
+    shards, logits = module.Shards("long", "val"), lambda x: torch.linspace(0, 1, 320).expand(*x.shape, 320)
+    loss, _ = module.evaluate(logits, shards, torch.device("cpu"), module.contextlib.nullcontext, 0, 1)
+    module.val_tokens = 16
+    first, _ = module.evaluate(logits, shards, torch.device("cpu"), module.contextlib.nullcontext, 0, 1)
+    assert loss == pytest.approx(first, rel=1e-12)
+
+
 def test_an_id_just_past_the_vocabulary_is_refused():
     tokens = text(2008, 1)
     tokens[3] = 257
