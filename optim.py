@@ -43,7 +43,7 @@ def newton_schulz(G: Tensor, steps: int = 5, eps: float = 1e-7, dtype: torch.dty
     """Approximate polar factor U Vᵀ of G = U S Vᵀ: `steps` times X <- aX + (bA + cA²)X with A = XXᵀ, from X = G / (|G|_F + eps).
 
     G: (..., m, n), any float dtype; normalised in fp32 (fp64 for fp64), iterated in `dtype`. Returns (..., m, n) in `dtype`.
-    A zero matrix gives zero. Raises ValueError for fewer than two dimensions, no elements, or integers.
+    A zero matrix gives zero, if eps is above 0. Raises ValueError for fewer than two dimensions, no elements, or integers.
     """
     if G.ndim < 2 or not G.numel() or not G.is_floating_point():
         raise ValueError(f"newton_schulz takes (..., m, n), floating-point and not empty; found shape {tuple(G.shape)} and {G.dtype}; "
@@ -570,8 +570,9 @@ class _Sharded(torch.optim.Optimizer):
 
 def _in_range(high: float, **values: float) -> None:
     for name, value in values.items():
-        if isinstance(value, (str, tuple, list, type(None))) or not -1e-9 <= value < high:  # torch's LinearLR to 0 ends at -1e-19
-            raise ValueError(f"{name} is {value!r}, expected a number in [0, {high})")
+        above = 0 if name in ("eps", "ns_eps") else -1e-9  # torch's LinearLR to 0 ends at -1e-19
+        if isinstance(value, (str, tuple, list, type(None))) or not above < value < high:
+            raise ValueError(f"{name} is {value!r}, expected a number in {'[' if above else '('}0, {high})")
 
 
 def _floating(**dtypes: torch.dtype) -> None:

@@ -471,12 +471,12 @@ def test_a_group_that_was_refused_leaves_nothing():
 def test_hyperparameters_that_make_no_optimizer_are_refused():
     p = torch.nn.Parameter(torch.zeros(4, 3))
     for options, found in ((dict(betas=(0.9, 1.0)), "beta2 is 1.0"), (dict(betas=(95.0, 0.9)), "beta1 is 95.0"),
-                           (dict(lr=-0.1), "lr is -0.1"), (dict(eps=-1e-8), "eps is -1e-08"),
+                           (dict(lr=-0.1), "lr is -0.1"), (dict(eps=-1e-8), "eps is -1e-08"), (dict(eps=0), "eps is 0"),
                            (dict(weight_decay=math.nan), "weight_decay is nan")):
         with pytest.raises(ValueError, match=re.escape(found) + ", expected a number in"):
             AdamW([p], **options)
     for name, value in (("momentum", 1), ("weight_decay", -0.1), ("gamma", -1.0), ("eps", -1e-8), ("beta2", 1.0), ("beta2", -0.1),
-                        ("ns_eps", -1e-7), ("ns_eps", math.nan)):
+                        ("ns_eps", -1e-7), ("ns_eps", math.nan), ("eps", 0.0), ("ns_eps", 0)):
         with pytest.raises(ValueError, match=re.escape(f"{name} is {value}, expected a number in")):
             Muon([p], **{name: value})
     p.placements = ()  # what a DTensor has

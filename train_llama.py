@@ -230,9 +230,9 @@ def check_globals() -> None:
                 raise UserError(f"--{name}={globals()[name]}: expected a number {what}")
 
     expect("above 0", lambda x: x > 0, "n_layer n_head n_embd n_ffn block_size batch_size max_skipped rope_base init_std log_interval "
-           "eval_interval checkpoint_interval val_tokens keep_checkpoints timeout_minutes")
+           "eval_interval checkpoint_interval val_tokens keep_checkpoints timeout_minutes muon_eps ns_eps adam_eps")
     expect("of at least 0", lambda x: x >= 0, "max_iters micro_batch_size vocab_size learning_rate adam_lr weight_decay grad_clip gamma "
-           "muon_eps ns_steps ns_eps adam_eps norm_eps warmup_iters sample_tokens seed data_seed")
+           "ns_steps norm_eps warmup_iters sample_tokens seed data_seed")
     expect("from 0 to 1024", lambda x: 0 <= x <= 1024, "threads")  # above what anyone has: OpenMP ends a process that can get no more
     expect("in [0, 1)", lambda x: 0 <= x < 1, "momentum beta2 adam_beta1 adam_beta2")
     if param_dtype == "bfloat16":
