@@ -198,9 +198,10 @@ class Variant(NamedTuple):
 
 
 # To add a variant, write a function above and a line here: both train scripts then take it as --optimizer, it is sharded, saved, compiled,
-# and trained by the tests; test_optim.py needs its float64 form in Reference and its name in test_interface. A new hyperparameter is a
-# last field of Hyper with a default, which _hyper fills in, an argument of Muon, also in its dict of defaults, and a global of the
-# scripts that build_optimizers passes on.
+# and trained by the tests; test_optim.py needs its float64 form in Reference and its name in test_interface. Sums and norms are over
+# (-2, -1): k is 1 on a CPU and may be all matrices of a shape on a GPU. A new hyperparameter is a last field of Hyper with a default,
+# which _hyper fills in, an argument of Muon, also in its dict of defaults and in _check_options, and a global of the scripts that
+# build_optimizers passes on.
 VARIANTS = {
     "muon": Variant(muon, ("momentum",)),
     "muon-nsr": Variant(muon_nsr, ("momentum", "variance")),
@@ -438,10 +439,11 @@ class _Sharded(torch.optim.Optimizer):
         return everyone
 
     def _agree(self) -> None:
-        """Once for a layout: RuntimeError, on all ranks, where a parameter has another shape than its state (the state's first buffer
-        has that of this rank's units), or other values than on rank 0, as the first exchange would overwrite it."""
+        """Once for a layout: RuntimeError, on all ranks, where a parameter has another shape than its state (the largest buffer has
+        that of this rank's units), or other values than on rank 0, as the first exchange would overwrite it."""
         params, name = [p for group in self.param_groups for p in group["params"]], type(self).__name__
-        outgrown = [i for i, p in enumerate(params) if self.state.get(p) and [*self.state[p].values()][1].shape != self._own(p, p).shape]
+        largest = lambda p: max((t for t in self.state[p].values() if isinstance(t, Tensor)), key=Tensor.numel)
+        outgrown = [i for i, p in enumerate(params) if self.state.get(p) and largest(p).shape != self._own(p, p).shape]
         everyone = self._from_all(([(p.shape, p.dtype, _checksum(p)) for p in params if _world() > 1], outgrown))
         for r, (theirs, outgrown) in enumerate(everyone):
             for i in outgrown:

@@ -412,7 +412,7 @@ def test_newton_schulz_takes_batches_and_leaves_its_input():
             assert torch.equal(O[i, j], newton_schulz(G[i, j]))
 
 
-@pytest.mark.parametrize("variant, buffer", [("normuon", "row_moment"), ("muon-nsr", "variance")])
+@pytest.mark.parametrize("variant, buffer", [(name, rule.state[-1]) for name, rule in VARIANTS.items()])
 def test_batches_as_on_a_gpu(variant, buffer, monkeypatch):
     """One batch of all matrices of a shape, as on a GPU, gives the steps that one at a time give on a CPU, also where a matrix comes
     later, is missing for a step, and the state is loaded in between; Newton-Schulz in fp64 hides the order of bmm's sums, so fp32
@@ -966,6 +966,18 @@ def test_param_groups_may_be_changed_between_steps(make):
     opt.param_groups[0] = {**opt.param_groups[0], "lr": 0.1}
     opt.param_groups[0]["params"][0] = new
     assert moved() == [False, False, True]
+
+
+def test_a_rule_may_name_its_buffers_in_any_order(monkeypatch):
+    """Of a state that was loaded, shapes are compared with the parameters'."""
+    monkeypatch.setitem(VARIANTS, "reversed", VARIANTS["normuon"]._replace(state=("row_moment", "momentum")))
+    params = parameters((8, 4))
+    opt = Muon(params, variant="reversed", compile=False)
+    run(opt, params, 1)
+    other = Muon(params, variant="reversed", compile=False)
+    other.load_state_dict(opt.state_dict())
+    run(other, params, 1)
+    assert other.state[params[0]]["step"] == 2
 
 
 @pytest.mark.parametrize("make, shapes", [(Muon, ((2, 8, 4), (4, 8, 4))), (Muon, ((4, 6), (6, 4))), (AdamW, ((4, 6), (6, 6))),

@@ -32,6 +32,7 @@ import socket
 import sys
 import threading
 import time
+import types
 import warnings
 import zlib
 from collections import Counter
@@ -201,6 +202,8 @@ def parse(word: str) -> tuple[str, bool | int | float | str]:
         equals, text = "=", "true"
     if not word.startswith("--") or not equals:
         raise UserError(f"found {word!r}; expected --name=value; see --help")
+    if not kind and isinstance(globals().get(name), (tuple, list, dict, type(None))):
+        raise UserError(f"{name} is {str(globals()[name])[:80]}, not true, false, a number or text: edit it in the script")
     if not kind:
         near = difflib.get_close_matches(name, GLOBALS, 1, 0.4)
         raise UserError(f"there is no --{name}; " + (f"did you mean --{near[0]}={text}?" if near else "--help lists the names"))
@@ -367,7 +370,8 @@ class Shards:
 
     def batch(self, step: int, rows: range) -> np.ndarray:
         """These rows of update `step`'s batch, (len(rows), block_size + 1) uint16. The order is a pure function of (seed, step): every
-        window once an epoch, in an order of its own for each epoch; a batch that reaches the end of one is filled from the next."""
+        window once an epoch, in an order of its own for each epoch; a batch that reaches the end of one is filled from the next.
+        batch_size and block_size are those of the whole run: with one that changes, windows come twice or never."""
         at = step * batch_size + np.arange(rows.start, rows.stop)
         epochs = at // len(self)
         return self.read(np.concatenate([shuffle(at[epochs == e] - e * len(self), len(self), data_seed or seed, int(e))
@@ -440,8 +444,9 @@ FUTURE_TT = torch.full((512, 512), -math.inf, dtype=torch.bfloat16).triu(1)  # -
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Causal attention with RoPE; q, k, v and the result are (B, T, H, K). On a CPU, up to 512 tokens, plain products: their backward
-    is faster than the fused kernel's. Parts of 128 queries skip most of the future, and softmax divides last, (T, K), not (T, T)."""
+    """Causal attention with RoPE; q, k, v and the result are (B, T, H, K). In two forms: change both. On a CPU, up to 512 tokens, plain
+    products: their backward is faster than the fused kernel's. Parts of 128 queries skip most of the future, and softmax divides last,
+    (T, K), not (T, T)."""
     T = q.size(1)
     if q.device.type != "cpu" or T > len(FUTURE_TT):  # rotated before the transpose, as the kernel's result lies in memory like q
         q, k = (rotate(x, cos[:, None], sin[:, None]) for x in (q, k))
@@ -516,7 +521,7 @@ class Model(nn.Module):
         x_BTD, T = self.embed(tokens_BT), tokens_BT.size(1)
         for block in self.blocks:
             if activation_checkpointing and torch.is_grad_enabled():
-                x_BTD = checkpoint(block, x_BTD, self.cos[:T], self.sin[:T], use_reentrant=False, preserve_rng_state=False)
+                x_BTD = checkpoint(block, x_BTD, self.cos[:T], self.sin[:T], use_reentrant=False)
             else:
                 x_BTD = block(x_BTD, self.cos[:T], self.sin[:T])
         return x_BTD
@@ -548,7 +553,7 @@ class Model(nn.Module):
         torch._dynamo.config.optimize_ddp = False  # it would cut that graph at DDP's buckets; gradients leave block by block anyway
         for block in self.blocks:
             block.compile(dynamic=False)
-        self.loss = torch.compile(self.loss, dynamic=False)
+        self.loss = types.MethodType(torch.compile(type(self).loss, dynamic=False), self)  # of which a copy of the model has its own
 
 
 # ======================================================================================================================
@@ -556,7 +561,7 @@ class Model(nn.Module):
 # ----------------------------------------------------------------------------------------------------------------------
 @torch.no_grad()
 def initialise(model: Model) -> None:
-    """Normal, plain or truncated, with init_std, smaller with init_residual; gains 1."""
+    """Normal, plain or truncated, with init_std, smaller with init_residual; gains 1. What a module has set itself is overwritten."""
     for name, p in model.named_parameters():
         layer, std = re.sub(r"^blocks\.\d+\.|\.weight$", "", name), init_std
         if init_residual and layer in ("attn.proj", "mlp.down"):
@@ -605,8 +610,9 @@ def build_optimizers(model: nn.Module, compiled: bool, ns_dtype: torch.dtype) ->
     if len(held) != len(set(held)) or set(held) != set(model.parameters()):
         raise RuntimeError(f"the optimizers hold {len(held)} parameters, {len(set(held))} different ones, expected each of the model's "
                            f"{len(set(model.parameters()))} once: mend parameter_groups() or build_optimizers()")
+    names = {p: name for name, p in model.named_parameters()}
     for group in all_groups:
-        group["initial_lr"] = group["lr"]
+        group.update(initial_lr=group["lr"], param_names=[names[p] for p in group["params"]])
     return optimizers
 
 
@@ -615,9 +621,9 @@ def parameter_table(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -
     rows, names = Counter(), {p: name for name, p in model.named_parameters()}
     for opt in optimizers:
         for group in opt.param_groups:
-            how = group.get("variant", type(opt).__name__.lower())
             for p in group["params"]:
                 layers = re.sub(r"\.\d+\.", ".*.", names[p])
+                how = group.get("variant", type(opt).__name__.lower()) if p.requires_grad else "frozen"
                 rows[layers, tuple(p.shape), how, group["initial_lr"], group.get("weight_decay", 0.0)] += 1
     return "\n".join(f"{name:28} {str(shape):>16} x{n:<3} {how:14} lr {lr:<8g} weight_decay {decay:g}"
                      for (name, shape, how, lr, decay), n in rows.items())
@@ -696,7 +702,7 @@ def sample(model: nn.Module, tokenizer: str, eot: int, where: torch.device, auto
         window = ids[-block_size:]
         x_1T = torch.tensor([window + [0] * (min(block_size, sample_tokens) - len(window))], device=where)  # one shape
         with autocast():
-            logits = model.logits(x_1T)[0, len(window) - 1].float().cpu()
+            logits = model.eval().logits(x_1T)[0, len(window) - 1].float().cpu()
         ids.append(int(torch.multinomial(F.softmax(logits / 0.8, -1), 1, generator=generator)))
     ids = [i for i in ids[1:] if i != eot]
     if tokenizer == "bytes":
@@ -740,7 +746,8 @@ def memory_estimate(model: nn.Module, world: int, gpu: bool, bf16: bool) -> dict
             state += sum(p.size(0) if name == "row_moment" else p.numel() for name in buffers)
     tokens, act = micro_batch_size * block_size, 2 if bf16 else 4
     mlp, attn = (getattr(model.blocks[0], part, nn.Module()) for part in ("mlp", "attn"))  # an edited block may have other names
-    inner = [max(p.shape) for p in mlp.parameters() if p.ndim > 1] or [4 * n_embd]
+    matrices = (p for m in mlp.modules() if not isinstance(m, nn.Embedding) for p in m.parameters(recurse=False) if p.ndim > 1)
+    inner = [max(p.shape) for p in matrices] or [4 * n_embd]
     block = tokens * (n_embd * (7 * act + 4) + sum(inner) * act)  # both norms, q k v y, attention's output; the residual in fp32
     if block_size <= 512 and not gpu:
         block += tokens * n_head * block_size * act          # the attention weights, see attend
@@ -756,7 +763,7 @@ def memory_estimate(model: nn.Module, world: int, gpu: bool, bf16: bool) -> dict
     if act < width:  # autocast keeps a copy of each weight until its backward pass
         copied = [model.head, model.blocks[0]] if activation_checkpointing and compile else [model]
         kept += act * sum(p.numel() for part in copied for p in part.parameters() if p.ndim > 1)
-    same_shape = Counter(p.shape for p in model.blocks.parameters() if p.ndim > 1)
+    same_shape = Counter(p.shape for p in parameter_groups(model)["matrices"].values())
     least, most = (1, 2**27) if gpu else (torch.get_num_threads(), 2**20)  # matrices and numbers that Newton-Schulz takes at a time
     update = 0  # of an optimizer: bytes a number of the portion, 16 of its copies; uncompiled 4 more, and 28 of the rule's results
     for shape, n in same_shape.items() if optimizer in VARIANTS else ():
@@ -1019,7 +1026,7 @@ class Log:
             raise UserError(f"cannot write {self.path}: {error.strerror}; free some space, then go on with "
                             f"--run_name={self.path.stem} --resume=auto") from None
         if self.trackers and line.startswith(("step:", "final ")):
-            pairs = re.findall(r"(\w+):([-+.\de]+)(s|ms|min|h|)(?:/\d+)?(?= |$)", line)
+            pairs = re.findall(r"(?<!\S)([^\s:]+):([-+.\de]+)(s|ms|min|h|)(?:/\d+)?(?= |$)", line)
             figures = {key: float(value) * {"min": 60, "h": 3600}.get(unit, 1) for key, value, unit in pairs}
             self.step = int(figures.pop("step", self.step))
             try:
@@ -1203,10 +1210,11 @@ class Monitor:
         self.stop, self.skipped, self.in_a_row, self.unread = False, skipped, 0, None
 
     def add(self, step: int, stats: Tensor) -> None:
-        """stats of update `step`, counted from 1 as in the log, (3,): loss, norm of the gradient, votes to stop."""
+        """stats of update `step`, counted from 1 as in the log, (4,): loss, norm of the gradient, votes to stop, the norm's square, each
+        the mean over ranks but for the votes."""
         if stats.is_cuda:
             self.look()  # at the update before
-            host, event = torch.empty(3, pin_memory=True).copy_(stats, non_blocking=True), torch.cuda.Event()
+            host, event = torch.empty(len(stats), pin_memory=True).copy_(stats, non_blocking=True), torch.cuda.Event()
             event.record()
             self.unread = step, host, event
         else:
@@ -1219,12 +1227,15 @@ class Monitor:
             self.read(step, stats)
 
     def read(self, step: int, stats: Tensor) -> None:
-        loss, self.norm, stop_votes = stats.tolist()
+        loss, self.norm, stop_votes, square = stats.tolist()
         if not math.isfinite(loss):
             before = f"{self.loss:.4f}" if math.isfinite(self.loss) else "none"
             raise UserError(f"the loss of update {step} is {loss}, the last finite one was {before}; go on from the last checkpoint "
                             "with --resume=auto or =PATH, --allow_change=true and a lower --learning_rate and --adam_lr, more "
                             "--warmup_iters or --dtype=float32")
+        if square - self.norm**2 > 1e-4 * square:  # a mean of squares is the mean's square where all are equal
+            raise UserError(f"the norm of the gradient of update {step} is not the same on all ranks: every trained parameter must be in "
+                            "DistributedDataParallel from the start, or its gradient be averaged by other means")
         self.loss, self.stop = loss, self.stop or stop_votes > 0
         bad = not math.isfinite(self.norm)
         self.skipped, self.in_a_row = self.skipped + bad, self.in_a_row + 1 if bad else 0
@@ -1379,14 +1390,15 @@ def train() -> dict:
             name = others[-1].parent.name
             print(f"{run} begins: it has no checkpoint. If you meant {name}, give --run_name={name}", file=sys.stderr, flush=True)
 
-    # ---- compilation, outside the clock: an update at learning rate 0 changes no parameter, its state is dropped
+    # ---- compilation, outside the clock: of an update at learning rate 0 nothing is kept
+    untouched = saved["model"] if saved else {name: t.to("cpu", copy=True) for name, t in raw.state_dict().items()}
     if compile:
         raw.compile_parts()
         if rank == 0:
             say("compiling; later runs find the graphs in the cache of torch")
     synchronize = torch.cuda.synchronize if where.type == "cuda" else lambda: None
     compile_start = time.perf_counter()
-    validate = lambda: evaluate(raw.logits, val_shards, where, autocast, rank, world)
+    validate = lambda: evaluate(raw.eval().logits, val_shards, where, autocast, rank, world)
 
     def compiling(function):
         """function(), which compiles; if that fails, warns and goes on uncompiled."""
@@ -1407,6 +1419,7 @@ def train() -> dict:
 
     def gradient(step: int, start: int = 0) -> Tensor:
         """Leaves the mean gradient of update `step`'s batch, from micro-batch `start` on, in .grad; returns this rank's mean loss."""
+        raw.train()
         total = torch.zeros((), device=where)
         for k in range(start, accumulate):
             first = (k * world + rank) * micro_batch_size
@@ -1432,16 +1445,24 @@ def train() -> dict:
     devices = [where.index] if where.type == "cuda" else None
     if world > 1:
         if unused := [name for name, p in raw.named_parameters() if p.requires_grad and p.grad is None]:
-            raise UserError(f"the loss does not use {', '.join(unused)}, which DistributedDataParallel would wait for: remove them")
+            raise UserError(f"the loss does not use {', '.join(unused)}, which DistributedDataParallel would wait for: remove them, "
+                            "or give it find_unused_parameters=True")
         parallel = DDP(raw, device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=False)
         for _ in range(2):  # DDP makes its buckets anew at the second forward pass
             raw.zero_grad()  # gradients are views of buckets: none may hold the old ones
             gradient(step, accumulate - 1)
     optimize(clip(parameters), 0.0)
+    raw.load_state_dict(untouched)  # what forward or an edited rule changes all the same
     optimizers = build_optimizers(raw, compile, ns_dtype)
     warnings.filterwarnings("ignore", "(Muon|AdamW): a gradient is not finite")  # the log counts them
     if saved:
         for opt, state in zip(optimizers, saved["optimizers"], strict=True):  # the state; hyperparameters are this run's
+            held, wanted = ([name for group in groups for name in group.get("param_names", ())]
+                            for groups in (state["param_groups"], opt.param_groups))
+            if held and wanted and held != wanted:  # of one shape, each would silently get another's state
+                now, then = next((a, b) for a, b in zip([*wanted, "nothing"], [*held, "nothing"]) if a != b)
+                raise UserError(f"--resume: the checkpoint's optimizer has {then} where this script has {now}: it is of another model or "
+                                "order of parameters; take the script that its log begins with")
             groups = [{**ours, "params": theirs["params"]} for ours, theirs in zip(opt.param_groups, state["param_groups"])]
             load_into(opt, {**state, "param_groups": groups})
         torch.set_rng_state(saved["rng"])
@@ -1449,13 +1470,15 @@ def train() -> dict:
             + f" changed:{changed}" * bool(changed))
     else:
         torch.manual_seed(seed)
-    del saved
+    del saved, untouched
     synchronize()
     compile_time = time.perf_counter() - compile_start
 
     # ---- the loop
     monitor = Monitor(skipped)
     session = mark = (step, train_time)  # where this process, and the figures of the next line, begin
+    graphs = lambda: torch._dynamo.utils.counters["stats"]["unique_graphs"]  # compiled so far
+    outside = graphs()  # of the clock
     stop = listen()
     peak, clock = peak_flops(where), time.perf_counter()
     profiler = tracing(log_path.with_suffix(".trace.json")) if profile and rank == 0 else None
@@ -1490,12 +1513,13 @@ def train() -> dict:
     def times() -> str:
         return f"train_time:{train_time:.3f}s" + (f" step_avg:{1000 * train_time / step:.2f}ms" if step else "")
 
-    while step < max_iters:
-        if stochastic_rounding:
-            torch.manual_seed(hash((seed, step, rank)) & 0x7FFFFFFF)  # of the update alone, so that a resumed run rounds alike
+    last = step >= max_iters
+    while not last:
+        torch.manual_seed(hash((seed, step, rank)) & 0x7FFFFFFF)  # of this update and rank, so that a resumed run draws the same
         loss = gradient(step)
         norm = clip(parameters)
-        stats = torch.stack([loss / world, norm.to(loss) / world, torch.full_like(loss, stop["signal"] is not None)])
+        norm, vote = norm.to(loss), torch.full_like(loss, stop["signal"] is not None)
+        stats = torch.stack([loss / world, norm / world, vote, norm**2 / world])
         if world > 1:
             dist.all_reduce(stats)
         optimize(norm, lr_factor(step))
@@ -1510,8 +1534,10 @@ def train() -> dict:
         monitor.look()
         synchronize()
         train_time += time.perf_counter() - clock
+        if graphs() > outside:
+            log(f"compiled:{graphs() - outside} more graphs by update {step}, inside train_time: shapes or options changed")
         if validating:
-            val_loss, val_acc = validate()
+            val_loss, val_acc = validate()  # a run to a target ends with: last = last or val_loss <= TARGET
             log(f"step:{step}/{max_iters} val_loss:{val_loss:.5f} {times()} val_acc:{val_acc:.4f} {progress()}")
         elif logging:
             log(f"step:{step}/{max_iters} {times()} {progress()}")
@@ -1524,7 +1550,7 @@ def train() -> dict:
                 f"--run_name={run} --resume=auto")
             break
         synchronize()
-        clock = time.perf_counter()
+        clock, outside = time.perf_counter(), graphs()
     else:
         memory = torch.cuda.max_memory_allocated(where) if where.type == "cuda" else peak_rss()
         state = sum(t.nbytes for opt in optimizers for entry in opt.state.values() for t in entry.values() if isinstance(t, Tensor))
