@@ -435,6 +435,23 @@ def test_training_loss_is_smoothed_and_reaches_the_last_of_the_baseline(tmp_path
     assert [float(other[k]) for k in ("train loss", "in steps", "in time")] == pytest.approx([0.9, 500 / 400, 500 / 400 / 2])
 
 
+def test_the_training_target_is_the_baselines_last_loss_not_its_lowest(tmp_path, run, monkeypatch):
+    monkeypatch.setattr(report, "HALF_LIFE", 1e-9)
+    for optimizer, losses in ("muon", (5, 3, 2, 0.5, 1.2, 1)), ("muon-vs", (5, 2, 1.2, 1.1, 1, 0.9)):
+        write(tmp_path / "logs", f"{optimizer}.txt", log_text(optimizer, 1, losses))
+    run()
+    muon_vs = rows_of(tmp_path / "out/train.csv")[1]
+    assert float(muon_vs["in steps"]) == pytest.approx((200 + 100 / 1.5) / 400)  # muon is at 1 for the first time there, between 2 and 0.5
+
+
+def test_seeds_that_were_evaluated_at_other_steps_share_the_common_ones(tmp_path, run):
+    for seed, losses in (1, range(12, 1, -1)), (2, range(12, 1, -2)):  # every 50 and every 100 updates
+        write(tmp_path / "logs", f"{seed}.txt", log_text("muon", seed, tuple(map(float, losses))))
+    row = report.build_rows(report.read_logs([tmp_path / "logs"]))[0]
+    assert row.steps.tolist() == [0, 100, 200, 300, 400, 500] and row.train.steps.tolist() == row.steps.tolist()[1:]
+    assert row.loss.tolist() == [[12, 10, 8, 6, 4, 2]] * 2
+
+
 def test_validation_curves_are_smoothed_on_request(tmp_path, run, monkeypatch):
     """By hand, with a half-life of 100 updates: at 0, 100 and 200 muon's curve is 8, 16/3, 20/7 and muon-vs's 8, 4, 16/7, which is at
     20/7 after 500/3. Tables of losses hold what was measured."""
