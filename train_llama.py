@@ -202,7 +202,7 @@ def parse(word: str) -> tuple[str, bool | int | float | str]:
         equals, text = "=", "true"
     if not word.startswith("--") or not equals:
         raise UserError(f"found {word!r}; expected --name=value; see --help")
-    if not kind and isinstance(globals().get(name), (tuple, list, dict, type(None))):
+    if not kind and isinstance(globals().get(name, 0), (tuple, list, dict, type(None))):
         raise UserError(f"{name} is {str(globals()[name])[:80]}, not true, false, a number or text: edit it in the script")
     if not kind:
         near = difflib.get_close_matches(name, GLOBALS, 1, 0.4)
@@ -1517,8 +1517,7 @@ def train() -> dict:
     while not last:
         torch.manual_seed(hash((seed, step, rank)) & 0x7FFFFFFF)  # of this update and rank, so that a resumed run draws the same
         loss = gradient(step)
-        norm = clip(parameters)
-        norm, vote = norm.to(loss), torch.full_like(loss, stop["signal"] is not None)
+        norm, vote = clip(parameters).to(loss), torch.full_like(loss, stop["signal"] is not None)
         stats = torch.stack([loss / world, norm / world, vote, norm**2 / world])
         if world > 1:
             dist.all_reduce(stats)
