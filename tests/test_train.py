@@ -1521,7 +1521,8 @@ def test_a_loss_that_is_not_finite_ends_the_run():
 def test_ten_skips_count_only_in_a_row():
     monitor = fresh().Monitor(0)
     for step in range(30):
-        monitor.add(step, torch.tensor([1.0, math.inf if step % 2 else 1.0, 0.0]))
+        norm = math.inf if step % 2 else 1.0
+        monitor.add(step, torch.tensor([1.0, norm, 0.0, norm**2]))
     assert (monitor.skipped, monitor.in_a_row) == (15, 1)
 
 
