@@ -201,11 +201,11 @@ def parse(word: str) -> tuple[str, bool | int | float | str]:
     if kind is bool and not equals:
         equals, text = "=", "true"
     if not word.startswith("--") or not equals:
-        raise UserError(f"found {word!r}; expected --name=value; see --help")
+        raise UserError(f"found {word!r}; expected {f'--{name}' if kind else '--name'}=value; see --help")
     if not kind and isinstance(globals().get(name, 0), (tuple, list, dict, type(None))):
         raise UserError(f"{name} is {str(globals()[name])[:80]}, not true, false, a number or text: edit it in the script")
     if not kind:
-        near = difflib.get_close_matches(name, GLOBALS, 1, 0.4)
+        near = difflib.get_close_matches(name, GLOBALS, 1, 0.6)
         raise UserError(f"there is no --{name}; " + (f"did you mean --{near[0]}={text}?" if near else "--help lists the names"))
     try:
         if kind is bool:
@@ -296,6 +296,9 @@ class Shards:
                 flag = "--val_dataset" if split == "val" else "--dataset"
                 mend = (f"python prepare.py import {shlex.quote(str(folder))} --name {name}-shards{data_flag()}` and give "
                         f"`{flag}={name}-shards")
+            elif split == "val" and name not in SOURCES and manifest_shards(folder, "train"):
+                raise UserError(f"{folder} was prepared without val shards; give --val_dataset=NAME, another dataset of its tokenizer, or "
+                                f"run `rm -r {shlex.quote(str(folder))}` and prepare it again with something to validate on")
             elif name in ("fineweb", "dclm") and split == "train":  # far more than a run reads
                 mend += f" --tokens {math.ceil(1.02 * max_iters * batch_size * block_size / 1e6)}M"
             raise UserError(f"no {split} shards in {folder} (*_{split}_NUMBER.bin): dataset {name!r} is not prepared; run `{mend}`")
@@ -1386,6 +1389,8 @@ def train() -> dict:
         say(f"{run}: {facts['params'] / 1e6:.2f} M parameters, {facts['device']}, {facts['dtype_used']}, {world} ranks x "
             f"{accumulate} micro-batches x {micro_batch_size} x {block_size} tokens an update; {epochs:.2f} epochs of {dataset}\n"
             f"{parameter_table(raw, optimizers)}")
+        if len(val_shards) < val_tokens // block_size:
+            say(f"validation is on {facts['val_tokens_used']} tokens, all that {val_dataset or dataset} has, not --val_tokens={val_tokens}")
         if resume == "auto" and not (saved or run_name) and (others := sorted(Path(checkpoint_dir).glob(f"{stem}-*/step_*.pt"))):
             name = others[-1].parent.name
             print(f"{run} begins: it has no checkpoint. If you meant {name}, give --run_name={name}", file=sys.stderr, flush=True)
@@ -1653,7 +1658,7 @@ def cli() -> int:
     if sys.stdout:  # it may be closed
         sys.stdout.reconfigure(errors="replace")  # a sample or a comment may have letters that the terminal has not
     if {"-h", "--help"} & set(sys.argv[1:]):
-        print(usage())
+        say(usage())
         return 0
     try:
         main(sys.argv[1:])

@@ -125,6 +125,7 @@ def test_export_loads_with_auto_classes_and_has_the_scripts_logits(run, capsys, 
     assert float(re.search(r"largest difference .* validation data: (\S+)", printed)[1]) <= 1e-4
     assert {f.name for f in folder.iterdir()} >= {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
                                                   "tokenizer_config.json"} and not list(folder.glob("*.py"))
+    assert len({f.stat().st_mode for f in folder.iterdir()}) == 1  # who may read one may read all
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     assert type(model).__name__ == ("GPTNeoXForCausalLM" if name.startswith("gpt") else "LlamaForCausalLM")
     _, saved, module = export_hf.load_checkpoint(run(name))

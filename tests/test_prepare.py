@@ -798,6 +798,8 @@ def test_little_to_validate_on_is_told(capsys):
     prepare.main(["import", "nano/train.bin", "--name", "one", "--tokenizer", "bytes", "--workers", "1"])
     out = capsys.readouterr().out
     assert "note: 0 tokens to validate on" in out and "put the val file beside" in out
+    assert "note: no id among the tokens is the end of a text; are they bytes's? Look with prepare.py show one" in out
+    assert out.endswith("next: rm -r data/one, then the same command with both files\n")
 
 
 def test_import_of_our_own_shards(monkeypatch):

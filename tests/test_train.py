@@ -11,6 +11,7 @@ import math
 import os
 import re
 import resource
+import shlex
 import shutil
 import signal
 import socket
@@ -801,8 +802,9 @@ def test_a_bare_name_turns_a_switch_on(capsys, monkeypatch):
     module = fresh()
     module.configure(["--stochastic_rounding", "--compile=false"])
     assert module.stochastic_rounding is True and module.compile is False
-    for word in ("--run_name", "--seed", "profile"):
-        assert f"found '{word}'; expected --name=value" in fails(capsys, monkeypatch, [word])
+    for word, expected in (("--run_name", "--run_name"), ("--seed", "--seed"), ("profile", "--profile"), ("--", "--name")):
+        assert f"found '{word}'; expected {expected}=value" in fails(capsys, monkeypatch, [word])
+    assert "there is no --lr; --help lists the names" in fails(capsys, monkeypatch, ["--lr=3"])
 
 
 @pytest.mark.parametrize("presets, message", [
@@ -1113,8 +1115,8 @@ def damaged(path, at):
 TRAIN, VAL = "data/tiny/tiny_train_000001.bin", "data/tiny/tiny_val_000000.bin"
 BAD = {  # what is wrong: (a change of the data, flags, what the message says)
     "name": (None, dict(learnig_rate=1), "--learning_rate=1"),
-    "word": (None, ["max_iters=3"], "--name=value"),
-    "no value": (None, ["--max_iters"], "--name=value"),
+    "word": (None, ["max_iters=3"], "--max_iters=value"),
+    "no value": (None, ["--max_iters"], "--max_iters=value"),
     "int": (None, dict(max_iters="ten"), "whole number"),
     "half": (None, dict(max_iters=1.5), "whole number"),
     "float": (None, dict(learning_rate="nan"), "expected a number"),
@@ -1303,6 +1305,13 @@ def test_help_lists_every_global_with_its_comment(capsys, monkeypatch):
     out = capsys.readouterr().out
     assert all(f"\n  --{name}=" in out for name in module.GLOBALS) and len(module.GLOBALS) > 50
     assert re.search(r"^  --gamma=1000.0 +γ of muon-nsr and muon-nsr-post$", out, flags=re.M)
+
+
+def test_help_may_be_read_in_part(place):
+    """As by head: the pipe is closed before all is written."""
+    done = subprocess.run(f"{shlex.quote(sys.executable)} {shlex.quote(str(ROOT / 'train_gpt.py'))} --help | true; echo ${{PIPESTATUS[0]}}",
+                          shell=True, executable="/bin/bash", capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("0\n", "")
 
 
 def test_help_prints_on_a_terminal_of_few_letters(monkeypatch):
@@ -1938,6 +1947,21 @@ def test_each_update_draws_random_numbers_of_its_own_by_the_seed():
         module.main(flags(max_iters=3, **changes))
         return seen[-3:]
     assert noise(seed=1, run_name="a") == noise(seed=1, run_name="b") and len({*noise(seed=1), *noise(seed=2)}) == 6
+
+
+def test_validation_on_less_than_what_is_asked_for_is_told(capsys):
+    train(max_iters=0, val_tokens=43 * 16, run_name="all")
+    assert "validation is on" not in capsys.readouterr().out
+    train(max_iters=0, val_tokens=44 * 16, run_name="few")
+    assert "\nvalidation is on 688 tokens, all that tiny has, not --val_tokens=704\n" in capsys.readouterr().out
+
+
+def test_a_dataset_that_was_prepared_without_validation_data_is_told():
+    Path("data/tiny/tiny_val_000000.bin").unlink()
+    shards = [dict(file=f"tiny_train_00000{i}.bin", split="train") for i in (1, 2)]
+    Path("data/tiny/manifest.json").write_text(json.dumps(dict(shards=shards)))
+    with pytest.raises(Exception, match="^data/tiny was prepared without val shards; give --val_dataset=NAME, .* `rm -r data/tiny`"):
+        train()
 
 
 def test_validation_adds_up_in_float64():

@@ -240,6 +240,8 @@ def write(folder, model, tokenizer, saved, script):
         model.to(torch.bfloat16)                    # as it was trained, without loss
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    for weights in folder.glob("*.safetensors"):        # which others may not read, unlike the rest
+        weights.chmod((folder / "config.json").stat().st_mode)
     for name, more in (("config.json", dict(rope_theta=script.rope_base) if saved["script"] == "train_llama.py" else
                         dict(rotary_pct=1.0, rotary_emb_base=script.rope_base)),
                        ("tokenizer_config.json", dict(tokenizer_class="PreTrainedTokenizerFast"))):
