@@ -296,7 +296,7 @@ class Shards:
                 flag = "--val_dataset" if split == "val" else "--dataset"
                 mend = (f"python prepare.py import {shlex.quote(str(folder))} --name {name}-shards{data_flag()}` and give "
                         f"`{flag}={name}-shards")
-            elif split == "val" and name not in SOURCES and manifest_shards(folder, "train"):
+            elif split == "val" and name not in SOURCES and manifest_shards(folder, "train") and not manifest_shards(folder, "val"):
                 raise UserError(f"{folder} was prepared without val shards; give --val_dataset=NAME, another dataset of its tokenizer, or "
                                 f"run `rm -r {shlex.quote(str(folder))}` and prepare it again with something to validate on")
             elif name in ("fineweb", "dclm") and split == "train":  # far more than a run reads
@@ -705,7 +705,7 @@ def sample(model: nn.Module, tokenizer: str, eot: int, where: torch.device, auto
         window = ids[-block_size:]
         x_1T = torch.tensor([window + [0] * (min(block_size, sample_tokens) - len(window))], device=where)  # one shape
         with autocast():
-            logits = model.eval().logits(x_1T)[0, len(window) - 1].float().cpu()
+            logits = model.logits(x_1T)[0, len(window) - 1].float().cpu()
         ids.append(int(torch.multinomial(F.softmax(logits / 0.8, -1), 1, generator=generator)))
     ids = [i for i in ids[1:] if i != eot]
     if tokenizer == "bytes":
@@ -1466,8 +1466,8 @@ def train() -> dict:
                             for groups in (state["param_groups"], opt.param_groups))
             if held and wanted and held != wanted:  # of one shape, each would silently get another's state
                 now, then = next((a, b) for a, b in zip([*wanted, "nothing"], [*held, "nothing"]) if a != b)
-                raise UserError(f"--resume: the checkpoint's optimizer has {then} where this script has {now}: it is of another model or "
-                                "order of parameters; take the script that its log begins with")
+                raise UserError(f"--resume: the checkpoint is of another model or optimizer ({then} where this script has {now}); give "
+                                "the flags of the run that made it, or the script that its log begins with")
             groups = [{**ours, "params": theirs["params"]} for ours, theirs in zip(opt.param_groups, state["param_groups"])]
             load_into(opt, {**state, "param_groups": groups})
         torch.set_rng_state(saved["rng"])
@@ -1568,7 +1568,7 @@ def train() -> dict:
             f"compile_time:{compile_time:.1f}s")
         if rank == 0 and sample_tokens:
             with torch.compiler.set_stance("force_eager"):
-                log("sample: " + sample(raw, tokenizer, train_shards.eot, where, autocast))
+                log("sample: " + sample(raw.eval(), tokenizer, train_shards.eot, where, autocast))
         on_disk("last")
         if rank == 0:
             say(f"log: {log_path}\ncheckpoint: {checkpoints.folder}")
