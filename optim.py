@@ -439,11 +439,11 @@ class _Sharded(torch.optim.Optimizer):
         return everyone
 
     def _agree(self) -> None:
-        """Once for a layout: RuntimeError, on all ranks, where a parameter has another shape than its state (the largest buffer has
-        that of this rank's units), or other values than on rank 0, as the first exchange would overwrite it."""
+        """Once for a layout: RuntimeError, on all ranks, where a parameter has another shape than its state (no buffer has that
+        of this rank's units), or other values than on rank 0, as the first exchange would overwrite it."""
         params, name = [p for group in self.param_groups for p in group["params"]], type(self).__name__
-        largest = lambda p: max((t for t in self.state[p].values() if isinstance(t, Tensor)), key=Tensor.numel)
-        outgrown = [i for i, p in enumerate(params) if self.state.get(p) and largest(p).shape != self._own(p, p).shape]
+        shapes = [[t.shape for t in self.state.get(p, {}).values() if isinstance(t, Tensor)] for p in params]
+        outgrown = [i for i, p in enumerate(params) if shapes[i] and self._own(p, p).shape not in shapes[i]]
         everyone = self._from_all(([(p.shape, p.dtype, _checksum(p)) for p in params if _world() > 1], outgrown))
         for r, (theirs, outgrown) in enumerate(everyone):
             for i in outgrown:

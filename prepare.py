@@ -1104,15 +1104,13 @@ def main(argv):
     print(f"{folder}: {manifest['tokenizer']} tokens, checksum {digest(manifest['shards'])[:16]}, {seconds:.1f} s")
     following = NEXT.get(args.name, f"train_gpt.py --dataset={args.name}")
     few = manifest["splits"].get("val", {}).get("tokens", 0)
-    mend = {"text": "prepare more text, or with a larger --val_fraction", "import": "put the val file beside the train file"}
+    mend = {"text": "prepare more text, or with a larger --val_fraction",
+            "import": f"give the trainer --val_dataset=NAME, or rm -r {quote(str(folder))} and import the folder that holds both files"}
     if few <= 256 and args.command in mend:
         print(f"note: {few} tokens to validate on are less than a window of the demo's; {mend[args.command]}")
     if args.command == "import" and not manifest["splits"].get("train", {"documents": 1})["documents"]:
-        print(f"note: no id among the tokens is the end of a text; are they {manifest['tokenizer']}'s? Look with prepare.py show "
+        print(f"note: no id among the tokens is the end of a text; is {manifest['tokenizer']} their tokenizer? Look with prepare.py show "
               f"{args.name}; --tokenizer names another")
-    if args.command == "import" and not few:
-        print(f"next: rm -r {quote(str(folder))}, then the same command with both files")
-        return
     elsewhere = "" if args.data_dir == "data" else f" --data_dir={quote(args.data_dir)}"
     print(f"next: torchrun --standalone --nproc_per_node=1 {following}{elsewhere}")
 

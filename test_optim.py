@@ -968,16 +968,18 @@ def test_param_groups_may_be_changed_between_steps(make):
     assert moved() == [False, False, True]
 
 
-def test_a_rule_may_name_its_buffers_in_any_order(monkeypatch):
+def test_a_rule_may_have_its_buffers_in_any_order_or_none(monkeypatch):
     """Of a state that was loaded, shapes are compared with the parameters'."""
     monkeypatch.setitem(VARIANTS, "reversed", VARIANTS["normuon"]._replace(state=("row_moment", "momentum")))
-    params = parameters((8, 4))
-    opt = Muon(params, variant="reversed", compile=False)
-    run(opt, params, 1)
-    other = Muon(params, variant="reversed", compile=False)
-    other.load_state_dict(opt.state_dict())
-    run(other, params, 1)
-    assert other.state[params[0]]["step"] == 2
+    monkeypatch.setitem(VARIANTS, "without", optim.Variant(lambda G, S, h: (G, {}), ()))
+    for variant in ("reversed", "without"):
+        params = parameters((8, 4))
+        opt = Muon(params, variant=variant, compile=False)
+        run(opt, params, 1)
+        other = Muon(params, variant=variant, compile=False)
+        other.load_state_dict(opt.state_dict())
+        run(other, params, 1)
+        assert other.state[params[0]]["step"] == 2
 
 
 @pytest.mark.parametrize("make, shapes", [(Muon, ((2, 8, 4), (4, 8, 4))), (Muon, ((4, 6), (6, 4))), (AdamW, ((4, 6), (6, 6))),

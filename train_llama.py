@@ -203,9 +203,9 @@ def parse(word: str) -> tuple[str, bool | int | float | str]:
     if not word.startswith("--") or not equals:
         raise UserError(f"found {word!r}; expected {f'--{name}' if kind else '--name'}=value; see --help")
     if not kind and isinstance(globals().get(name, 0), (tuple, list, dict, type(None))):
-        raise UserError(f"{name} is {str(globals()[name])[:80]}, not true, false, a number or text: edit it in the script")
+        raise UserError(f"--{name} is no flag, because it is {str(globals()[name])[:80]}: edit it in the script")
     if not kind:
-        near = difflib.get_close_matches(name, GLOBALS, 1, 0.6)
+        near = difflib.get_close_matches(name, GLOBALS, 1)
         raise UserError(f"there is no --{name}; " + (f"did you mean --{near[0]}={text}?" if near else "--help lists the names"))
     try:
         if kind is bool:
@@ -556,7 +556,7 @@ class Model(nn.Module):
         torch._dynamo.config.optimize_ddp = False  # it would cut that graph at DDP's buckets; gradients leave block by block anyway
         for block in self.blocks:
             block.compile(dynamic=False)
-        self.loss = types.MethodType(torch.compile(type(self).loss, dynamic=False), self)  # of which a copy of the model has its own
+        self.loss = types.MethodType(torch.compile(type(self).loss, dynamic=False), self)  # a method, which deepcopy binds to the copy
 
 
 # ======================================================================================================================
@@ -742,11 +742,12 @@ def uses_bf16(where: torch.device) -> bool:
 def memory_estimate(model: nn.Module, world: int, gpu: bool, bf16: bool) -> dict[str, float]:
     """Bytes on one rank, from shapes alone (the model may be on the meta device)."""
     width = 2 if param_dtype == "bfloat16" else 4
-    numbers, state = sum(p.numel() for p in model.parameters()), 0
+    numbers, state, beside = sum(p.numel() for p in model.parameters()), 0, 0  # beside: of AdamW beside Muon
     for kind, group in parameter_groups(model).items():
         buffers = VARIANTS[optimizer].state if kind == "matrices" and optimizer in VARIANTS else ("exp_avg", "exp_avg_sq")
         for p in group.values():
             state += sum(p.size(0) if name == "row_moment" else p.numel() for name in buffers)
+            beside += 2 * p.numel() if kind != "matrices" and optimizer in VARIANTS else 0
     tokens, act = micro_batch_size * block_size, 2 if bf16 else 4
     mlp, attn = (getattr(model.blocks[0], part, nn.Module()) for part in ("mlp", "attn"))  # an edited block may have other names
     matrices = (p for m in mlp.modules() if not isinstance(m, nn.Embedding) for p in m.parameters(recurse=False) if p.ndim > 1)
@@ -772,6 +773,7 @@ def memory_estimate(model: nn.Module, world: int, gpu: bool, bf16: bool) -> dict
     for shape, n in same_shape.items() if optimizer in VARIANTS else ():
         portion = min(n * shape.numel() / world, max(most, least * shape.numel()))
         update = max(update, 16 * portion, 0 if compile else 4 * portion + 28 * (portion if gpu else shape.numel()))
+    update += 0 if gpu else max(0, numbers - beside) * width  # the weights that the warm-up puts back; what is beside comes later
     update += numbers * width * ((1 if gpu else 2) + 1 / world) if world > 1 else 0  # what is received, by gloo in a copy, and sent
     accumulating = batch_size > micro_batch_size * world or world > 1  # else no gradient is there yet when the most is kept
     whole = state * width if world > 1 else 0  # Optimizer.state_dict gathers it, once no activations are left
@@ -1217,7 +1219,7 @@ class Monitor:
         the mean over ranks but for the votes."""
         if stats.is_cuda:
             self.look()  # at the update before
-            host, event = torch.empty(len(stats), pin_memory=True).copy_(stats, non_blocking=True), torch.cuda.Event()
+            host, event = torch.empty_like(stats, device="cpu", pin_memory=True).copy_(stats, non_blocking=True), torch.cuda.Event()
             event.record()
             self.unread = step, host, event
         else:
@@ -1236,7 +1238,8 @@ class Monitor:
             raise UserError(f"the loss of update {step} is {loss}, the last finite one was {before}; go on from the last checkpoint "
                             "with --resume=auto or =PATH, --allow_change=true and a lower --learning_rate and --adam_lr, more "
                             "--warmup_iters or --dtype=float32")
-        if square - self.norm**2 > 1e-4 * square:  # a mean of squares is the mean's square where all are equal
+        differing = square - self.norm**2  # a mean of squares is the mean's square where all are equal, but for rounding
+        if dist.is_initialized() and differing > (1e-5 if param_dtype == "bfloat16" else 1e-11) * square:
             raise UserError(f"the norm of the gradient of update {step} is not the same on all ranks: every trained parameter must be in "
                             "DistributedDataParallel from the start, or its gradient be averaged by other means")
         self.loss, self.stop = loss, self.stop or stop_votes > 0
@@ -1379,6 +1382,13 @@ def train() -> dict:
     if saved:
         changed = checkpoints.check(saved, facts["data_checksum"])
         load_into(raw, saved["model"])
+        for opt, state in zip(optimizers, saved["optimizers"]):
+            held, wanted = ([name for group in groups for name in group.get("param_names", ())]
+                            for groups in (state["param_groups"], opt.param_groups))
+            if held and wanted and held != wanted:  # of one shape, each would silently get another's state
+                now, then = next((a, b) for a, b in zip([*wanted, "nothing"], [*held, "nothing"]) if a != b)
+                raise UserError(f"--resume: the checkpoint is of another model or optimizer ({then} where this script has {now}); give "
+                                "the flags of the run that made it, or the script that its log begins with")
     step, train_time, skipped = (saved[key] for key in ("step", "train_time", "skipped")) if saved else (0, 0.0, 0)
     log = lambda line: None  # on all ranks but 0
     if rank == 0:
@@ -1396,7 +1406,7 @@ def train() -> dict:
             print(f"{run} begins: it has no checkpoint. If you meant {name}, give --run_name={name}", file=sys.stderr, flush=True)
 
     # ---- compilation, outside the clock: of an update at learning rate 0 nothing is kept
-    untouched = saved["model"] if saved else {name: t.to("cpu", copy=True) for name, t in raw.state_dict().items()}
+    untouched = saved["model"] if saved else tree_map_only(Tensor, lambda t: t.to("cpu", copy=True), raw.state_dict())
     if compile:
         raw.compile_parts()
         if rank == 0:
@@ -1424,7 +1434,8 @@ def train() -> dict:
 
     def gradient(step: int, start: int = 0) -> Tensor:
         """Leaves the mean gradient of update `step`'s batch, from micro-batch `start` on, in .grad; returns this rank's mean loss."""
-        raw.train()
+        if not raw.training:
+            raw.train()
         total = torch.zeros((), device=where)
         for k in range(start, accumulate):
             first = (k * world + rank) * micro_batch_size
@@ -1450,24 +1461,17 @@ def train() -> dict:
     devices = [where.index] if where.type == "cuda" else None
     if world > 1:
         if unused := [name for name, p in raw.named_parameters() if p.requires_grad and p.grad is None]:
-            raise UserError(f"the loss does not use {', '.join(unused)}, which DistributedDataParallel would wait for: remove them, "
-                            "or give it find_unused_parameters=True")
+            raise UserError(f"the loss does not use {', '.join(unused)}, which DistributedDataParallel would wait for: remove them")
         parallel = DDP(raw, device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=False)
         for _ in range(2):  # DDP makes its buckets anew at the second forward pass
             raw.zero_grad()  # gradients are views of buckets: none may hold the old ones
             gradient(step, accumulate - 1)
     optimize(clip(parameters), 0.0)
-    raw.load_state_dict(untouched)  # what forward or an edited rule changes all the same
+    raw.load_state_dict(untouched)  # undoes what forward (buffers) or an edited rule has changed even at rate 0
     optimizers = build_optimizers(raw, compile, ns_dtype)
     warnings.filterwarnings("ignore", "(Muon|AdamW): a gradient is not finite")  # the log counts them
     if saved:
         for opt, state in zip(optimizers, saved["optimizers"], strict=True):  # the state; hyperparameters are this run's
-            held, wanted = ([name for group in groups for name in group.get("param_names", ())]
-                            for groups in (state["param_groups"], opt.param_groups))
-            if held and wanted and held != wanted:  # of one shape, each would silently get another's state
-                now, then = next((a, b) for a, b in zip([*wanted, "nothing"], [*held, "nothing"]) if a != b)
-                raise UserError(f"--resume: the checkpoint is of another model or optimizer ({then} where this script has {now}); give "
-                                "the flags of the run that made it, or the script that its log begins with")
             groups = [{**ours, "params": theirs["params"]} for ours, theirs in zip(opt.param_groups, state["param_groups"])]
             load_into(opt, {**state, "param_groups": groups})
         torch.set_rng_state(saved["rng"])
@@ -1483,7 +1487,7 @@ def train() -> dict:
     monitor = Monitor(skipped)
     session = mark = (step, train_time)  # where this process, and the figures of the next line, begin
     graphs = lambda: torch._dynamo.utils.counters["stats"]["unique_graphs"]  # compiled so far
-    outside = graphs()  # of the clock
+    outside = graphs()  # what was compiled while the clock stood still
     stop = listen()
     peak, clock = peak_flops(where), time.perf_counter()
     profiler = tracing(log_path.with_suffix(".trace.json")) if profile and rank == 0 else None
@@ -1518,11 +1522,12 @@ def train() -> dict:
     def times() -> str:
         return f"train_time:{train_time:.3f}s" + (f" step_avg:{1000 * train_time / step:.2f}ms" if step else "")
 
-    last = step >= max_iters
+    last = step >= max_iters  # of a run to a target: or step > 0 and val_loss <= TARGET
     while not last:
         torch.manual_seed(hash((seed, step, rank)) & 0x7FFFFFFF)  # of this update and rank, so that a resumed run draws the same
-        loss = gradient(step)
-        norm, vote = clip(parameters).to(loss), torch.full_like(loss, stop["signal"] is not None)
+        # fp64 shows small differences between ranks; MPS, which has none, runs one rank only
+        loss, norm = (x.double() if world > 1 else x.float() for x in (gradient(step), clip(parameters)))
+        vote = torch.full_like(loss, stop["signal"] is not None)
         stats = torch.stack([loss / world, norm / world, vote, norm**2 / world])
         if world > 1:
             dist.all_reduce(stats)
@@ -1539,9 +1544,9 @@ def train() -> dict:
         synchronize()
         train_time += time.perf_counter() - clock
         if graphs() > outside:
-            log(f"compiled:{graphs() - outside} more graphs by update {step}, inside train_time: shapes or options changed")
+            log(f"compiled:{graphs() - outside} more graphs by update {step}, inside train_time; TORCH_LOGS=recompiles tells why")
         if validating:
-            val_loss, val_acc = validate()  # a run to a target ends with: last = last or val_loss <= TARGET
+            val_loss, val_acc = validate()  # of a run to a target: last = last or val_loss <= TARGET
             log(f"step:{step}/{max_iters} val_loss:{val_loss:.5f} {times()} val_acc:{val_acc:.4f} {progress()}")
         elif logging:
             log(f"step:{step}/{max_iters} {times()} {progress()}")

@@ -797,9 +797,8 @@ def test_little_to_validate_on_is_told(capsys):
     write("nano/train.bin", np.full(1000, 65, "<u2").tobytes())
     prepare.main(["import", "nano/train.bin", "--name", "one", "--tokenizer", "bytes", "--workers", "1"])
     out = capsys.readouterr().out
-    assert "note: 0 tokens to validate on" in out and "put the val file beside" in out
-    assert "note: no id among the tokens is the end of a text; are they bytes's? Look with prepare.py show one" in out
-    assert out.endswith("next: rm -r data/one, then the same command with both files\n")
+    assert "note: 0 tokens to validate on" in out and "rm -r data/one and import the folder that holds both" in out
+    assert "note: no id among the tokens is the end of a text; is bytes their tokenizer? Look with prepare.py show one" in out
 
 
 def test_import_of_our_own_shards(monkeypatch):

@@ -168,6 +168,15 @@ def test_what_a_resumed_run_did_again_is_forgotten_from_its_first_line_on():
     assert list(run.evals) == [0] and {step: loss for step, (loss, _) in run.train.items()} == {100: 4.0, 120: 3.0}
 
 
+def test_a_run_that_ended_at_its_target_counts(tmp_path, run):
+    write(tmp_path / "logs", "whole.txt", log_text("muon", 1))
+    early = log_text("muon-vs", 1).replace("final val_loss:1.00000", "final val_loss:1.50000")
+    write(tmp_path / "logs", "early.txt", re.sub(r"step:[45]00/500 .+\n", "", early))
+    _, _, err = run("--baseline=muon")
+    assert "early.txt: ended at step 300 of 500; counts as a run of so many steps" in err and "left out" not in err
+    assert {row["optimizer"]: float(row["val loss"]) for row in rows_of(tmp_path / "out/final.csv")} == {"muon": 1.0, "muon-vs": 1.5}
+
+
 def test_cost_by_hand(tmp_path, run):
     """Updates of 800 tokens in 10 and in 30 ms: 20 ms on average, and 1600 tokens in 40 ms; muon-vs takes 30 ms."""
     for optimizer, times in (("muon", (10.0, 30.0)), ("muon-vs", (30.0, 30.0))):

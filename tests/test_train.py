@@ -255,8 +255,14 @@ def work(rank: int, world: int, jobs: list[dict], folder: str) -> None:
         if job.get("unused"):
             make = module.Model.__init__
             module.Model.__init__ = lambda self, vocab: make(self, vocab) or setattr(self, "spare_norm", torch.nn.LayerNorm(4, bias=False))
-        if job.get("apart"):
+        clip, seeds = module.clip, kept.setdefault("seeds", [])
+        module.clip = lambda parameters: seeds.append(torch.initial_seed()) or clip(parameters)
+        if job.get("apart") == "all":
             module.DDP = lambda model, **_: model
+        elif job.get("apart"):
+            DDP = module.DDP
+            ignore = DDP._set_params_and_buffers_to_ignore_for_model
+            module.DDP = lambda model, **options: ignore(model, [job["apart"]]) or DDP(model, **options)
         if "slow" in job:
             write = module.write_whole
             module.write_whole = lambda path, *args: time.sleep(job["slow"] * (path.suffix == ".pt")) or write(path, *args)
@@ -315,7 +321,8 @@ def ranks(tmp_path_factory):
             dict(name="lonely", flags=dict(run_name="gradient", resume="auto", max_iters=3, grad_clip=0),
                  rank1=dict(checkpoint_dir="other")),
             dict(name="unused", unused=True, flags=dict(run_name="unused")),
-            dict(name="apart", apart=True, flags=dict(run_name="apart", micro_batch_size=4)),
+            dict(name="apart", apart="all", flags=dict(run_name="apart", micro_batch_size=4)),
+            dict(name="one apart", apart="blocks.0.mlp.up.weight", flags=dict(run_name="one-apart")),
             dict(name="slow", slow=7, flags=dict(run_name="slow", max_iters=2, checkpoint_interval=1, timeout_minutes=0.1))]
     for optimizer, dtype in ON_RANKS:
         same = dict(optimizer=optimizer, dtype=dtype, max_iters=2 * HALF)
@@ -371,7 +378,13 @@ def test_gradients_that_accumulate_on_ranks_stay_in_the_buckets_of_ddp(ranks):
 
 def test_gradients_that_are_not_those_of_all_ranks_end_the_run(ranks):
     """Weights alone do not show it: each matrix has one owner, who sends it to all."""
-    assert all("gradient of update 1 is not the same on all ranks" in part["error"] for part in left(ranks, "apart"))
+    for job in ("apart", "one apart"):
+        assert all("gradient of update 1 is not the same on all ranks" in part["error"] for part in left(ranks, job))
+
+
+def test_ranks_draw_random_numbers_of_their_own(ranks):
+    first, second = (part["seeds"][-3:] for part in left(ranks, "gradient"))
+    assert len({*first, *second}) == 6
 
 
 def test_a_parameter_that_the_loss_does_not_use_is_named(ranks):
@@ -750,12 +763,13 @@ def test_a_copy_of_a_compiled_model_has_its_own_loss(monkeypatch):
 
 
 def test_an_edited_loop_may_end_at_a_target():
-    source = (ROOT / "train_gpt.py").read_text()
-    hint = "  # a run to a target ends with: "
-    line = re.search(f"{hint}(.+)", source)[1]
-    Path("target.py").write_text(source.replace(hint + line, "\n            " + line.replace("TARGET", "99")))
-    result = fresh(Path("target.py").absolute()).main(flags(max_iters=9, eval_interval=2, run_name="r"))
-    assert result["step"] == 2 and checkpoint("r", 2)["step"] == 2 and "\nfinal val_loss:" in Path("logs/r.txt").read_text()
+    source, hint = (ROOT / "train_gpt.py").read_text(), "  # of a run to a target: "
+    begin, line = re.findall(f"{hint}(.+)", source)
+    source = source.replace(hint + begin, f" {begin}").replace(hint + line, "\n            " + line).replace("TARGET", "99")
+    Path("target.py").write_text(source)
+    for _ in range(2):  # the second time it has ended already
+        result = fresh(Path("target.py").absolute()).main(flags(max_iters=9, eval_interval=2, run_name="r", resume="auto"))
+        assert result["step"] == 2 and checkpoint("r", 2)["step"] == 2 and "\nfinal val_loss:" in Path("logs/r.txt").read_text()
 
 
 def test_compilation_inside_the_clock_is_told():
@@ -778,7 +792,7 @@ def test_a_table_inside_a_block_makes_no_activations_of_its_length():
 def test_a_global_that_is_no_flag_is_told():
     module = fresh()
     module.windows = (128, 256)
-    with pytest.raises(module.UserError, match=r"^windows is \(128, 256\), not true, false, a number or text: edit it in the script$"):
+    with pytest.raises(module.UserError, match=r"^--windows is no flag, because it is \(128, 256\): edit it in the script$"):
         module.configure(["--windows=128"])
 
 

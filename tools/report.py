@@ -164,6 +164,9 @@ def read_log(path, text):
         fields = {key: number(value) for key, _, value in (pair.partition(":") for pair in pairs)}
         run.memory |= {k: v for k, v in fields.items() if k in ("peak_memory_mib", "optimizer_state_mib")}
         done = head == "final"
+        if done and 0 < last < run.budget:      # at a target
+            note(f"{path}: ended at step {last} of {run.budget}; counts as a run of so many steps")
+            run.budget = last
         step = re.fullmatch(r"step:(\d+)/(\d+)", head)
         if not done and (not step or fields.get("val_loss", 0) is None):
             note(f"{path}: unreadable line '{line[:60]}', which is left out")
