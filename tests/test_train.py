@@ -1963,6 +1963,13 @@ def test_each_update_draws_random_numbers_of_its_own_by_the_seed():
     assert noise(seed=1, run_name="a") == noise(seed=1, run_name="b") and len({*noise(seed=1), *noise(seed=2)}) == 6
 
 
+def test_trackers_keep_the_whole_names_of_figures():
+    module, seen = configured(), []
+    module.trackers = lambda run, step: [lambda figures, step: seen.append((figures, step))]
+    module.Log(Path("logs/x.txt"), "head\n", 0)("step:1/2 val_loss:1.5 ema/val_loss:9.5 train_time:2.000s")
+    assert seen == [({"val_loss": 1.5, "ema/val_loss": 9.5, "train_time": 2.0}, 1)]
+
+
 def test_validation_on_less_than_what_is_asked_for_is_told(capsys):
     train(max_iters=0, val_tokens=43 * 16, run_name="all")
     assert "validation is on" not in capsys.readouterr().out
