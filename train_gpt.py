@@ -968,8 +968,12 @@ def load_into(target: nn.Module | torch.optim.Optimizer, state: dict) -> None:
     try:
         target.load_state_dict(state)
     except (RuntimeError, ValueError) as error:
-        raise UserError(f"--resume: the checkpoint is of another model or optimizer ({' '.join(str(error).split())[:200]}); give "
-                        "the flags of the run that made it, or the script that its log begins with") from None
+        raise of_another(" ".join(str(error).split())[:200]) from None
+
+
+def of_another(why: str) -> UserError:
+    return UserError(f"--resume: the checkpoint is of another model or optimizer ({why}); give the flags of the run that made it, or the "
+                     "script that its log begins with")
 
 
 # ======================================================================================================================
@@ -1360,8 +1364,7 @@ def train() -> dict:
                             for groups in (state["param_groups"], opt.param_groups))
             if held and wanted and held != wanted:  # of one shape, each would silently get another's state
                 now, then = next((a, b) for a, b in zip([*wanted, "nothing"], [*held, "nothing"]) if a != b)
-                raise UserError(f"--resume: the checkpoint is of another model or optimizer ({then} where this script has {now}); give "
-                                "the flags of the run that made it, or the script that its log begins with")
+                raise of_another(f"{then} where this script has {now}")
     step, train_time, skipped = (saved[key] for key in ("step", "train_time", "skipped")) if saved else (0, 0.0, 0)
     log = lambda line: None  # on all ranks but 0
     if rank == 0:
