@@ -59,7 +59,7 @@ def make_data() -> None:
     for file, n in (("train_000001", 2008), ("train_000002", 1000), ("val_000000", 700)):
         write_shard(f"data/tiny/tiny_{file}.bin", np.arange(n) % 61 + np.random.default_rng(n).integers(0, 3, n))
     Path("data/tiny/manifest.json").write_text(json.dumps(dict(shards=[
-        dict(file=f"tiny_train_00000{i}.bin", split="train") for i in (1, 2)])))
+        dict(file=f"tiny_{file}.bin", split=file.split("_")[0]) for file in ("train_000001", "train_000002", "val_000000")])))
 
 
 def words(run: str, **changes) -> list[str]:
