@@ -408,6 +408,8 @@ def torchrun(name: str, *how: str, **changes) -> multiprocessing.Process:
         os.setsid()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1), os.dup2(os.open(f"{name}.err", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
         os.environ["OMP_NUM_THREADS"] = "1"
+        if "--nnodes=2" in how:
+            os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as README says
         torch.distributed.run.main(["--nproc_per_node=1", *how, str(SCRIPT), *words(name, **changes)])
     process = multiprocessing.get_context("fork").Process(target=agent, daemon=True)
     process.start()
@@ -436,11 +438,9 @@ def finish(name: str, *agents: multiprocessing.Process, patience: float = 180) -
     return [None] if late else [agent.exitcode for agent in agents]
 
 
-def killed_ranks(count: int, rng: random.Random) -> None:
-    """A rank dies under torchrun --max-restarts=3: the group goes on by itself."""
+def killed_ranks(count: int, expected: str, rng: random.Random) -> None:
+    """A rank dies under torchrun --max-restarts=3: the group goes on by itself. expected: of two ranks that nothing disturbs."""
     group = ("--standalone", "--nproc_per_node=2", "--max-restarts=3")
-    finish("ranks", torchrun("ranks", *group))
-    expected = result("ranks")
     for number in range(count):
         name = f"rank{number}"
         agent = torchrun(name, *group)
@@ -467,10 +467,9 @@ def stopped_rank() -> None:
     report("rank 1 stopped (SIGSTOP)", bool(line), line[0] if line else text[-300:])
 
 
-def two_nodes(rng: random.Random, break_it: bool) -> None:
-    """Two torchruns on loopback as two nodes: the same losses as one process; a worker and a whole node are lost and come back."""
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as README says
-
+def two_nodes(rng: random.Random, break_it: bool) -> str:
+    """Two torchruns on loopback as two nodes: the same losses as one process; a worker and a whole node are lost and come back.
+    Returns what two ranks that nothing disturbs come to."""
     def node(name, port):
         return torchrun(name, "--nnodes=2", "--max-restarts=3", "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}",
                         f"--rdzv_id={name}")
@@ -491,10 +490,8 @@ def two_nodes(rng: random.Random, break_it: bool) -> None:
           f"most {gap:.1e}")
     if codes != [0, 0] or gap >= 1e-3:
         lost.append(f"two nodes: status {codes}, gap {gap}")
-    if not break_it:
-        return
-    expected = result("nodes")
-    for what in ("worker", "node"):
+    expected = result("nodes") if codes == [0, 0] else "none"
+    for what in ("worker", "node") if break_it else ():
         port, name = free_port(), f"nodes_{what}"
         agents = [node(name, port), node(name, port)]
         until(name, f"step:{rng.randint(5, UPDATES // 2)}/")
@@ -510,6 +507,7 @@ def two_nodes(rng: random.Random, break_it: bool) -> None:
         codes = finish(name, *agents)
         report(f"a {what} of two lost", codes == [0, 0] and result(name) == expected,
                "" if codes == [0, 0] else f"status {codes}: {Path(f'{name}.err').read_text()[-400:]}")
+    return expected
 
 
 def listens(pid: int, port: int) -> bool:
@@ -546,10 +544,9 @@ def main() -> int:
         damaged_shards(expected, rng)
         full_disks(expected)
         not_finite(expected)
-        killed_ranks(1 if args.short else 4, rng)
+        killed_ranks(1 if args.short else 4, two_nodes(rng, not args.short), rng)
         if not args.short:
             stopped_rank()
-        two_nodes(rng, not args.short)
         print(f"{time.monotonic() - begin:.0f} s\n" + "".join(f"lost: {what}\n" for what in lost) +
               f"faults injected {injected}, runs lost {len(lost)}")
     finally:
