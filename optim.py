@@ -82,13 +82,14 @@ def _iterate(X: Tensor, steps: int) -> Tensor:
     with torch.autocast(X.device.type, enabled=False) if known else contextlib.nullcontext():  # the precision is X's own
         while steps > 0:
             E = X @ X.mT
-            E.diagonal(dim1=-2, dim2=-1).sub_(mu)
-            z, F = _polynomial(mu, E)
-            if pair := n >= 2 * m and steps > 1 and not pair:
-                z2, F2 = _polynomial(*_product(*_product(mu, E, z, F), z, F))
-                z, F = _product(z, F, z2, F2)
-            X, Y, mu = torch.baddbmm(X, F, X, beta=z, out=Y), X, 0.2
-            steps -= 1 + pair
+            E.diagonal(dim1=-2, dim2=-1).sub_(mu)           # R = μI + E
+            z, F = _polynomial(mu, E)                       # Z = zI + F
+            pair = n >= 2 * m and steps > 1 and not pair    # does this R serve two iterations?
+            if pair:
+                zrz = _product(*_product(mu, E, z, F), z, F)
+                z, F = _product(z, F, *_polynomial(*zrz))   # both Z in one
+            torch.baddbmm(X, F, X, beta=z, out=Y)           # ZX
+            X, Y, mu, steps = Y, X, 0.2, steps - 1 - pair
     return X
 
 
@@ -355,20 +356,21 @@ class _Sharded(torch.optim.Optimizer):
             raise RuntimeError(f"{type(self).__name__} has split its state over {self._ranks} ranks, now there are {_world()}: call "
                                "init_process_group before the first step, and destroy_process_group after the last state_dict")
         seen = [(id(group), *((id(p), p.shape) for p in group["params"])) for group in self.param_groups]
-        if self._ranks != _world() or self._seen != seen:
-            old = self._ranges if self._ranks == _world() else {}
-            self._buckets, self._ranges, self._ranks, self._seen, load = [], dict(old), _world(), seen, [0] * _world()
-            for group in self.param_groups:  # in this order, so that a group that is added later moves nothing
-                alike: dict = {}
-                for p in group["params"]:
-                    alike.setdefault((p.shape, p.dtype, p.device), []).append(p)
-                for bucket in sorted(alike.values(), key=lambda bucket: -self._cost(bucket[0])):
-                    self._assign(bucket, load)
-                    self._buckets.append((group, bucket))
-            if _world() > 1 and any(self._ranges[p] != ranges for p, ranges in old.items()):
-                self._seen, self._ranges = None, old  # the next call finds the change again
-                raise RuntimeError("param_groups were changed so that state would have to move between ranks: build a new optimizer, or "
-                                   "add groups only")
+        if self._ranks == _world() and self._seen == seen:
+            return self._buckets
+        old = self._ranges if self._ranks == _world() else {}
+        self._buckets, self._ranges, self._ranks, self._seen, load = [], dict(old), _world(), seen, [0] * _world()
+        for group in self.param_groups:  # in this order, so that a group that is added later moves nothing
+            alike: dict = {}
+            for p in group["params"]:
+                alike.setdefault((p.shape, p.dtype, p.device), []).append(p)
+            for bucket in sorted(alike.values(), key=lambda bucket: -self._cost(bucket[0])):
+                self._assign(bucket, load)
+                self._buckets.append((group, bucket))
+        if _world() > 1 and any(self._ranges[p] != ranges for p, ranges in old.items()):
+            self._seen, self._ranges = None, old  # the next call finds the change again
+            raise RuntimeError("param_groups were changed so that state would have to move between ranks: build a new optimizer, or "
+                               "add groups only")
         return self._buckets
 
     def _own(self, p: Tensor, t: Tensor) -> Tensor:
@@ -409,9 +411,8 @@ class _Sharded(torch.optim.Optimizer):
             if _world() > 1:
                 exchanges.append(self._exchange(bucket, [self._own(p, p.detach()) for p in bucket]))
         for received in exchanges:
-            if found := received():
-                theirs = [self._units(p.detach())[start:stop] for p, start, stop, _ in found]
-                torch._foreach_copy_(theirs, [units for *_, units in found])
+            if pairs := received():
+                torch._foreach_copy_(*zip(*pairs))
         if finite:
             bad = sum((~ok).sum().to(finite[0].device) for ok in finite)
             self.skipped = self.skipped + bad
@@ -457,7 +458,7 @@ class _Sharded(torch.optim.Optimizer):
 
     def _exchange(self, params: list[Tensor], own: list[Tensor]) -> Callable:
         """Starts to send `own`, this rank's units of each of `params`, to all. Returns a function that waits for it and gives
-        [(parameter, start, stop, units)] of the other ranks; it holds the tensors and the Work until then."""
+        [(where they go, units)] of the other ranks; it holds the tensors and the Work until then."""
         ranges = [[self._ranges[p][r] for p in params] for r in range(_world())]
         most = max(sum(stop - start for start, stop in of_rank) for of_rank in ranges)
         mine = torch.cat([*own, own[0].new_zeros(most - sum(map(len, own)), *own[0].shape[1:])])  # equal sizes on all ranks
@@ -468,14 +469,14 @@ class _Sharded(torch.optim.Optimizer):
 
         def received(held=mine):
             work.wait()
-            found = []
+            pairs = []
             for r, of_rank in enumerate(ranges):
                 at = 0
                 for p, (start, stop) in zip(params, of_rank):
                     if r != _rank() and stop > start:
-                        found.append((p, start, stop, everyone[r, at:at + stop - start]))
+                        pairs.append((self._units(p.detach())[start:stop], everyone[r, at:at + stop - start]))
                     at += stop - start
-            return found
+            return pairs
         return received
 
     def state_dict(self) -> dict:
@@ -572,9 +573,10 @@ class _Sharded(torch.optim.Optimizer):
 
 def _in_range(high: float, **values: float) -> None:
     for name, value in values.items():
-        above = 0 if name in ("eps", "ns_eps") else -1e-9  # torch's LinearLR to 0 ends at -1e-19
+        positive = name in ("eps", "ns_eps")
+        above = 0 if positive else -1e-9  # torch's LinearLR to 0 ends at -1e-19
         if isinstance(value, (str, tuple, list, type(None))) or not above < value < high:
-            raise ValueError(f"{name} is {value!r}, expected a number in {'[' if above else '('}0, {high})")
+            raise ValueError(f"{name} is {value!r}, expected a number in {'(' if positive else '['}0, {high})")
 
 
 def _floating(**dtypes: torch.dtype) -> None:
@@ -665,11 +667,12 @@ class Muon(_Sharded):
             r = load.index(min(load))
             count[r] += 1
             load[r] += self._cost(params[0])
-        bounds = list(itertools.accumulate(count, initial=0))
-        at = 0
+        bounds = list(itertools.accumulate(count, initial=0))  # rank r has bounds[r] to bounds[r + 1] of all these matrices in a row
+        at = 0                                                 # where p's begin in that row
         for p in params:
             units = len(self._units(p))
-            self._ranges[p] = list(itertools.pairwise(min(max(bound - at, 0), units) for bound in bounds))
+            cuts = [min(max(bound - at, 0), units) for bound in bounds]  # the bounds as p's units count
+            self._ranges[p] = list(itertools.pairwise(cuts))
             at += units
 
     def _new_state(self, group, p):

@@ -58,8 +58,8 @@ from tqdm import tqdm
 # Sources on the Hub
 #
 # val: "none"; "all"; ("first", N), the first N documents, the same ones whatever --tokens is; ("drawn", seed, share),
-# as datasets' train_test_split draws them. documents, tokens: about what to expect of it all, as the dataset cards say
-# (OpenWebText: nanoGPT's README); None where they do not.
+# as datasets' train_test_split draws them, which needs the exact number of all `documents`. tokens: about what to expect
+# of it all, as the dataset cards say (OpenWebText: nanoGPT's README); None where they do not.
 
 FINEWEB = dict(repo="HuggingFaceFW/fineweb", revision="9bb295ddab0e05d785b879661af7260fed5140fc",
                tokenizer="gpt2", val=("first", 30_000))
@@ -68,18 +68,17 @@ SOURCES = {
         repo="Skylion007/openwebtext", revision="79d93d786212f7344586290adb811d4ae6a1762c",
         files="plain_text/*.parquet", tokenizer="gpt2", val=("drawn", 2357, 0.0005),
         documents=8_013_769, tokens=9_040_017_095),
-    "fineweb": dict(FINEWEB, files="sample/100BT/*.parquet", documents=None, tokens=100_000_000_000),
-    "fineweb10b": dict(FINEWEB, files="sample/10BT/*.parquet", documents=14_900_000, tokens=10_000_000_000),
+    "fineweb": dict(FINEWEB, files="sample/100BT/*.parquet", tokens=100_000_000_000),
+    "fineweb10b": dict(FINEWEB, files="sample/10BT/*.parquet", tokens=10_000_000_000),
     "fineweb10b-gpt2": dict(  # the same as tokens, which modded-nanogpt trains on
         repo="kjj0/fineweb10B-gpt2", revision="889765ea1f903759787add96995d81171b632d0c", files="fineweb_*.bin",
-        tokenizer="gpt2", val="by file name", documents=None, tokens=10_400_000_000),
+        tokenizer="gpt2", val="by file name", tokens=10_400_000_000),
     "dclm": dict(  # one tenth of it
         repo="mlfoundations/dclm-baseline-1.0", revision="a3b142c183aebe5af344955ae20836eb34dcf69b",
-        files="global-shard_01_of_10/*.jsonl.zst", tokenizer="llama2", val="none",
-        documents=300_000_000, tokens=400_000_000_000),
+        files="global-shard_01_of_10/*.jsonl.zst", tokenizer="llama2", val="none", tokens=400_000_000_000),
     "c4": dict(
         repo="allenai/c4", revision="1588ec454efa1a09f29cd18ddd04fe05fc8653a2", files="en/c4-validation.*.json.gz",
-        tokenizer="llama2", val="all", documents=364_608, tokens=None),
+        tokenizer="llama2", val="all", tokens=None),
 }
 LLAMA2 = dict(repo="hf-internal-testing/llama-tokenizer", file="tokenizer.model",  # Meta's, from where it is not gated
               sha256="9e556afd44213b6bd1be2b850ebbbd98f5481437a8021afaf58ee7fb1818d347")
@@ -252,7 +251,7 @@ def grouped(files):
 
 
 def units_of(item, path, row):
-    """-> (units of an input, its rows); path: where it lies here, row: the number of rows in the inputs before it."""
+    """-> (units of an input, its rows if it is parquet, else 0); path: where it lies here, row: rows in the inputs before."""
     kind, size, units, rows = item["kind"], item["size"], [], 0
     item = {**item, "path": str(path)}
     if kind == "parquet":  # row groups that follow each other: UNIT bytes of text, or one group
@@ -265,8 +264,8 @@ def units_of(item, path, row):
             unit, rows = units[-1], rows + group.num_rows
             unit["groups"].append(i)
             unit.update(text=unit["text"] + text, size=unit["size"] + size * group.num_rows // meta.num_rows, end=rows)
-        for unit in units:
-            if isinstance(item["val"], tuple):
+        if isinstance(item["val"], tuple):
+            for unit in units:
                 drawn, begin, end = val_documents(*item["val"]), row + unit["first"], row + unit["end"]
                 unit["val"] = (drawn[np.searchsorted(drawn, begin):np.searchsorted(drawn, end)] - begin).tolist()
     elif kind == "text" or kind == "json" and item["path"].endswith(".jsonl"):
@@ -721,10 +720,11 @@ def locked(folder):
     os.makedirs(folder, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another prepare.py is writing {folder}", "none", "wait, or choose another --name") from None
         yield
-    except BlockingIOError:
-        raise UserError(f"another prepare.py is writing {folder}", "none", "wait, or choose another --name") from None
     finally:
         os.close(descriptor)
 
@@ -1081,7 +1081,8 @@ def parse(argv):
         raise UserError(f"{args.command} has no option {unknown[0]}", f"one of {', '.join(options)}",
                         did_you_mean(unknown[0], options) or f"python prepare.py {args.command} --help")
     if args.command == "import" and not args.name:
-        args.name = (path if (path := Path(args.path)).is_dir() else path.parent).absolute().name
+        path = Path(args.path)
+        args.name = (path if path.is_dir() else path.parent).absolute().name
     if args.command in ("verify", "show"):
         if args.name in (".", ".."):
             args.name = os.path.abspath(args.name)

@@ -125,7 +125,7 @@ PRESETS = {  # "NAME/OPTIMIZER" is applied after "NAME"
     "demo": {},
     "demo/adamw": dict(learning_rate=3e-3, adam_lr=3e-3),
     "demo/adamuon": dict(adjust_lr_fn="frobenius"),
-    "demo/muon-nsr-post": dict(gamma=10.0),  # a gate behind Newton-Schulz shrinks the update, and 1000 far more
+    "demo/muon-nsr-post": dict(gamma=10.0),  # a gate behind Newton-Schulz shrinks the update; 1000 leaves too little of it
     "gpt2-small": dict(_gpt2, n_layer=12, n_head=12, n_embd=768, micro_batch_size=15),
     "gpt2-medium": dict(_gpt2, n_layer=24, n_head=16, n_embd=1024, micro_batch_size=10),
     **{f"gpt2-{size}/{name}": dict(adjust_lr_fn="frobenius") for size in ("small", "medium") for name in ("adamuon", "normuon")},
@@ -210,7 +210,7 @@ def check_globals() -> None:
            "eval_interval checkpoint_interval val_tokens keep_checkpoints timeout_minutes muon_eps ns_eps adam_eps")
     expect("of at least 0", lambda x: x >= 0, "max_iters micro_batch_size vocab_size learning_rate adam_lr weight_decay grad_clip gamma "
            "ns_steps norm_eps warmup_iters sample_tokens seed data_seed")
-    expect("from 0 to 1024", lambda x: 0 <= x <= 1024, "threads")  # above what anyone has: OpenMP ends a process that can get no more
+    expect("from 0 to 1024", lambda x: 0 <= x <= 1024, "threads")  # OpenMP ends a process that asks for more than it can get
     expect("in [0, 1)", lambda x: 0 <= x < 1, "momentum beta2 adam_beta1 adam_beta2")
     if param_dtype == "bfloat16":
         expect("of at most 0.996 beside --param_dtype=bfloat16, whose 8 bits let no slower average decay", lambda x: x <= 0.996,
@@ -256,7 +256,7 @@ def data_flag() -> str:
 
 class Shards:
     """The shards of one split: windows of block_size + 1 tokens, the next one starting at the last token of the one before.
-    A shard's last block_size tokens or fewer, if they fill no window, are left out. Reads with pread: nothing stays mapped.
+    What is behind a shard's last full window is not read. Reads with pread: nothing stays mapped.
     vocab: number of ids; eot: id of the end of text; tokens: of all shards; checksum: of their headers, which in
     prepare.py's shards hold the payloads'. Of `parts` processes that open the same shards, each verifies its `part`."""
 
@@ -296,8 +296,9 @@ class Shards:
             if length != (expected := HEADER * 4 + 2 * size):
                 raise UserError(f"{path} is truncated or damaged: {length} bytes, expected {expected} for the {size} tokens of its "
                                 f"header; delete it and run `{mend}` again")
-            if not ours:  # words that others leave 0; their shards are GPT-2's
-                vocab, eot, checksum = 50257, 50256, None
+            limit = vocab  # all ids are below it
+            if not ours:  # others leave these words 0; their shards are GPT-2's
+                vocab, eot, checksum, limit = 50257, 50256, None, vocab_size or 50257
                 if check_shards and 0 < vocab_size < vocab:  # then another tokenizer's, whose end of text is not known
                     vocab, eot = vocab_size, 0
             if self.vocab not in (0, vocab):
@@ -308,7 +309,7 @@ class Shards:
                 raise UserError(f"{path} is of a vocabulary of {vocab} ids, the model has --vocab_size={vocab_size}; "
                                 f"use --vocab_size={padded(vocab)} or a dataset of the model's tokenizer")
             if check_shards and i % parts == part:
-                self._check(path, fd, checksum, vocab if ours else vocab_size or vocab, mend)
+                self._check(path, fd, checksum, limit, mend)
             self.fds.append(fd)
             sizes.append(size)
             digest.update(header.tobytes())
@@ -350,9 +351,8 @@ class Shards:
         window once an epoch, in an order of its own for each epoch; a batch that reaches the end of one is filled from the next.
         batch_size and block_size are those of the whole run: with one that changes, windows come twice or never."""
         at = step * batch_size + np.arange(rows.start, rows.stop)
-        epochs = at // len(self)
-        return self.read(np.concatenate([shuffle(at[epochs == e] - e * len(self), len(self), data_seed or seed, int(e))
-                                         for e in np.unique(epochs)]))
+        epochs, places = np.divmod(at, len(self))
+        return self.read(np.concatenate([shuffle(places[epochs == e], len(self), data_seed or seed, int(e)) for e in np.unique(epochs)]))
 
 
 def shard_files(folder: Path, split: str) -> list[Path]:
@@ -374,17 +374,17 @@ def manifest_shards(folder: Path, split: str) -> set[str]:
 def shuffle(i: np.ndarray, n: int, *key: int) -> np.ndarray:
     """Where a pseudo-random permutation of range(n), chosen by `key`, puts each of i: a Feistel network on the next power of 4, walked
     until below n. Unlike numpy's permutation it needs no table, which would take 8 bytes a window on every rank."""
-    half = np.uint64((max(n - 1, 1).bit_length() + 1) // 2)
-    mask = np.uint64((1 << int(half)) - 1)
+    half = (max(n - 1, 1).bit_length() + 1) // 2
+    mask = (1 << half) - 1
     rounds = np.random.SeedSequence(key).generate_state(6, np.uint64)
     i = i.astype(np.uint64)
     walking = np.ones(len(i), bool)
     while walking.any():
         left, right = i[walking] >> half, i[walking] & mask
         for r in rounds:
-            x = (right + r) * np.uint64(0x9E3779B97F4A7C15)
-            x = (x ^ (x >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
-            left, right = right, left ^ ((x ^ (x >> np.uint64(32))) & mask)
+            x = (right + r) * 0x9E3779B97F4A7C15
+            x = (x ^ (x >> 29)) * 0xBF58476D1CE4E5B9
+            left, right = right, left ^ ((x ^ (x >> 32)) & mask)
         i[walking] = left << half | right
         walking = i >= n
     return i.astype(np.int64)
@@ -422,8 +422,8 @@ FUTURE_TT = torch.full((512, 512), -math.inf, dtype=torch.bfloat16).triu(1)  # -
 
 def attend(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Causal attention with RoPE; q, k, v and the result are (B, T, H, K). In two forms: change both. On a CPU, up to 512 tokens, plain
-    products: their backward is faster than the fused kernel's. Parts of 128 queries skip most of the future, and softmax divides last,
-    (T, K), not (T, T)."""
+    products, whose backward is faster than the fused kernel's: 128 queries at a time meet only the keys up to their last one, and
+    softmax divides after the product with v, (T, K) instead of (T, T). Else the fused kernel."""
     T = q.size(1)
     if q.device.type != "cpu" or T > len(FUTURE_TT):  # rotated before the transpose, as the kernel's result lies in memory like q
         q, k = (rotate(x, cos[:, None], sin[:, None]) for x in (q, k))
@@ -583,7 +583,7 @@ def build_optimizers(model: nn.Module, compiled: bool, ns_dtype: torch.dtype) ->
     optimizers.append(AdamW(adam, betas=(adam_beta1, adam_beta2), eps=adam_eps, **shared))
     all_groups = [group for opt in optimizers for group in opt.param_groups]
     held = [p for group in all_groups for p in group["params"]]
-    if len(held) != len(set(held)) or set(held) != set(model.parameters()):
+    if Counter(held) != Counter(model.parameters()):
         raise RuntimeError(f"the optimizers hold {len(held)} parameters, {len(set(held))} different ones, expected each of the model's "
                            f"{len(set(model.parameters()))} once: mend parameter_groups() or build_optimizers()")
     names = {p: name for name, p in model.named_parameters()}
@@ -642,8 +642,7 @@ def evaluate(logits, shards: Shards, where: torch.device, autocast, rank: int, w
     if world > 1:
         Watch.waits += 1
         dist.all_reduce(sums)
-    loss, hits = (sums / (total * block_size)).tolist()
-    return loss, hits
+    return tuple((sums / (total * block_size)).tolist())
 
 
 def flops_per_token(model: nn.Module) -> float:
@@ -715,16 +714,15 @@ def uses_bf16(where: torch.device) -> bool:
 def memory_estimate(model: nn.Module, world: int, gpu: bool, bf16: bool) -> dict[str, float]:
     """Bytes on one rank, from shapes alone (the model may be on the meta device)."""
     width = 2 if param_dtype == "bfloat16" else 4
-    numbers, state, beside = sum(p.numel() for p in model.parameters()), 0, 0  # beside: of AdamW beside Muon
-    for kind, group in parameter_groups(model).items():
-        buffers = VARIANTS[optimizer].state if kind == "matrices" and optimizer in VARIANTS else ("exp_avg", "exp_avg_sq")
-        for p in group.values():
-            state += sum(p.size(0) if name == "row_moment" else p.numel() for name in buffers)
-            beside += 2 * p.numel() if kind != "matrices" and optimizer in VARIANTS else 0
+    numbers, matrices = sum(p.numel() for p in model.parameters()), parameter_groups(model)["matrices"].values()
+    muons = VARIANTS[optimizer].state if optimizer in VARIANTS else ()
+    beside = 2 * (numbers - sum(p.numel() for p in matrices)) if muons else 0  # AdamW's state beside Muon's
+    state = beside + sum(p.numel() // p.size(-1) if name == "row_moment" else p.numel() for p in matrices for name in muons) \
+        if muons else 2 * numbers
     tokens, act = micro_batch_size * block_size, 2 if bf16 else 4
     mlp, attn = (getattr(model.blocks[0], part, nn.Module()) for part in ("mlp", "attn"))  # an edited block may have other names
-    matrices = (p for m in mlp.modules() if not isinstance(m, nn.Embedding) for p in m.parameters(recurse=False) if p.ndim > 1)
-    inner = [max(p.shape) for p in matrices] or [4 * n_embd]
+    wide = (p for m in mlp.modules() if not isinstance(m, nn.Embedding) for p in m.parameters(recurse=False) if p.ndim > 1)
+    inner = [max(p.shape) for p in wide] or [4 * n_embd]
     block = tokens * (n_embd * (7 * act + 4) + sum(inner) * act)  # both norms, q k v y, attention's output; the residual in fp32
     if block_size <= 512 and not gpu:
         block += tokens * n_head * block_size * act          # the attention weights, see attend
@@ -740,13 +738,15 @@ def memory_estimate(model: nn.Module, world: int, gpu: bool, bf16: bool) -> dict
     if act < width:  # autocast keeps a copy of each weight until its backward pass
         copied = [model.head, model.blocks[0]] if activation_checkpointing and compile else [model]
         kept += act * sum(p.numel() for part in copied for p in part.parameters() if p.ndim > 1)
-    same_shape = Counter(p.shape for p in parameter_groups(model)["matrices"].values())
-    least, most = (1, 2**27) if gpu else (torch.get_num_threads(), 2**20)  # matrices and numbers that Newton-Schulz takes at a time
-    update = 0  # of an optimizer: bytes a number of the portion, 16 of its copies; uncompiled 4 more, and 28 of the rule's results
-    for shape, n in same_shape.items() if optimizer in VARIANTS else ():
+    # of the optimizer, when no activations are left: Newton-Schulz's copies take 16 bytes a number of a portion; uncompiled, the rule's
+    # results may take more, 28 a number of what it takes at a time (on a CPU a matrix), beside 4 a number of the portion
+    least, most = (1, 2**27) if gpu else (torch.get_num_threads(), 2**20)  # matrices and numbers of a portion
+    update = 0
+    for shape, n in Counter(p.shape for p in matrices if muons).items():
         portion = min(n * shape.numel() / world, max(most, least * shape.numel()))
         update = max(update, 16 * portion, 0 if compile else 4 * portion + 28 * (portion if gpu else shape.numel()))
-    update += 0 if gpu else max(0, numbers - beside) * width  # the weights that the warm-up puts back; what is beside comes later
+    # on a CPU the weights that the warm-up puts back; AdamW's state beside Muon's, counted in full, is made after Muon's step only
+    update += 0 if gpu else max(0, numbers - beside) * width
     update += numbers * width * ((1 if gpu else 2) + 1 / world) if world > 1 else 0  # what is received, by gloo in a copy, and sent
     accumulating = batch_size > micro_batch_size * world or world > 1  # else no gradient is there yet when the most is kept
     whole = state * width if world > 1 else 0  # Optimizer.state_dict gathers it, once no activations are left
@@ -887,8 +887,8 @@ class Checkpoints:
             raise UserError(f"--resume={which}: there is no {path}; expected a file checkpoints/RUN/step_N.pt or such a folder")
         if problem := damage(path):
             folder = path.resolve().parent
-            where = "" if folder.parent == self.folder.resolve().parent else f"--checkpoint_dir={shlex.quote(str(folder.parent))} "
-            raise UserError(f"--resume={which}: {path} {problem}; take an earlier one, or {where}--run_name={folder.name} "
+            flag = "" if folder.parent == self.folder.resolve().parent else f"--checkpoint_dir={shlex.quote(str(folder.parent))} "
+            raise UserError(f"--resume={which}: {path} {problem}; take an earlier one, or {flag}--run_name={folder.name} "
                             "--resume=auto to do so by itself")
         return read_checkpoint(path)
 
@@ -1088,9 +1088,9 @@ def rendezvous(rank: int) -> dist.TCPStore:
     agents = dist.TCPStore(host, port, timeout=limit)
     if rank == 0:
         store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
-        agents.set("store", f"{store.port}")
+        agents.set("store", str(store.port))
         return store
-    deadline = time.monotonic() + limit.total_seconds()
+    deadline = time.monotonic() + 60 * timeout_minutes
     while time.monotonic() < deadline:
         port = int(agents.get("store"))
         try:
@@ -1133,10 +1133,10 @@ class Watch(threading.Thread):
             posts = new
             if waits != Watch.waits:
                 waits, since = Watch.waits, now
-            where = {key: f"rank {key}" + (f" on {posts[key].split()[2].decode()}" if key in posts else "") for key in self.keys}
-            if silent := [where[key] for key in self.keys if now - heard[key] > limit]:
+            names = {key: f"rank {key}" + (f" on {posts[key].split()[2].decode()}" if key in posts else "") for key in self.keys}
+            if silent := [names[key] for key in self.keys if now - heard[key] > limit]:
                 return self.end(f"{', '.join(silent)} gave no sign of life for {timeout_minutes:g} minutes")
-            if now - since > limit and (late := [where[key] for key in posts if int(posts[key].split()[0]) < waits]):
+            if now - since > limit and (late := [names[key] for key in posts if int(posts[key].split()[0]) < waits]):
                 return self.end(f"{', '.join(late)} kept the others waiting for {timeout_minutes:g} minutes (--timeout_minutes)")
 
     def end(self, what: str):
@@ -1215,13 +1215,14 @@ class Monitor:
             raise UserError(f"the loss of update {step} is {loss}, the last finite one was {before}; go on from the last checkpoint "
                             "with --resume=auto or =PATH, --allow_change=true and a lower --learning_rate and --adam_lr, more "
                             "--warmup_iters or --dtype=float32")
-        differing = square - self.norm**2  # a mean of squares is the mean's square where all are equal, but for rounding
+        differing = square - self.norm**2  # the mean of squares is the square of the mean only where all are equal, but for rounding
         if dist.is_initialized() and differing > (1e-5 if param_dtype == "bfloat16" else 1e-11) * square:
             raise UserError(f"the norm of the gradient of update {step} is not the same on all ranks: every trained parameter must be in "
                             "DistributedDataParallel from the start, or its gradient be averaged by other means")
         self.loss, self.stop = loss, self.stop or stop_votes > 0
         bad = not math.isfinite(self.norm)
-        self.skipped, self.in_a_row = self.skipped + bad, self.in_a_row + 1 if bad else 0
+        self.skipped += bad
+        self.in_a_row = self.in_a_row + 1 if bad else 0
         if self.in_a_row >= max_skipped:
             raise UserError(f"the gradient was not finite in {self.in_a_row} updates in a row, up to update {step}; go on from the "
                             "last checkpoint with --resume=auto or =PATH, --allow_change=true and a lower --learning_rate or "
@@ -1501,8 +1502,9 @@ def train() -> dict:
     last = step >= max_iters  # of a run to a target: or step > 0 and val_loss <= TARGET
     while not last:
         torch.manual_seed(hash((seed, step, rank)) & 0x7FFFFFFF)  # of this update and rank, so that a resumed run draws the same
-        # fp64 shows small differences between ranks; MPS, which has none, runs one rank only
-        loss, norm = (x.double() if world > 1 else x.float() for x in (gradient(step), clip(parameters)))
+        wide = torch.float64 if world > 1 else torch.float32  # fp64 shows small differences between ranks; MPS has none, and one rank
+        loss = gradient(step).to(wide)
+        norm = clip(parameters).to(wide)  # of what gradient() has left in .grad
         vote = torch.full_like(loss, stop["signal"] is not None)
         stats = torch.stack([loss / world, norm / world, vote, norm**2 / world])
         if world > 1:
