@@ -1214,8 +1214,8 @@ class Monitor:
     """The figures of the newest update that was looked at: on a CPU at once, on a GPU while the next update runs. Stops a run that has
     gone wrong."""
 
-    def __init__(self, skipped: int):
-        self.loss = self.norm = math.nan
+    def __init__(self, skipped: int, log):
+        self.log, self.loss, self.norm = log, math.nan, math.nan
         self.stop, self.skipped, self.in_a_row, self.unread = False, skipped, 0, None
 
     def add(self, step: int, stats: Tensor) -> None:
@@ -1238,10 +1238,8 @@ class Monitor:
     def read(self, step: int, stats: Tensor) -> None:
         loss, self.norm, stop_votes, square = stats.tolist()
         if not math.isfinite(loss):
-            before = f"{self.loss:.4f}" if math.isfinite(self.loss) else "none"
-            raise UserError(f"the loss of update {step} is {loss}, the last finite one was {before}; go on from the last checkpoint "
-                            "with --resume=auto or =PATH, --allow_change=true and a lower --learning_rate and --adam_lr, more "
-                            "--warmup_iters or --dtype=float32")
+            self.give_up(f"the loss of update {step} is {loss}, the last finite one was "
+                         + (f"{self.loss:.4f}" if math.isfinite(self.loss) else "none"))
         differing = square - self.norm**2  # the mean of squares is the square of the mean only where all are equal, but for rounding
         if dist.is_initialized() and differing > (1e-5 if param_dtype == "bfloat16" else 1e-11) * square:
             raise UserError(f"the norm of the gradient of update {step} is not the same on all ranks: every trained parameter must be in "
@@ -1251,9 +1249,12 @@ class Monitor:
         self.skipped += bad
         self.in_a_row = self.in_a_row + 1 if bad else 0
         if self.in_a_row >= max_skipped:
-            raise UserError(f"the gradient was not finite in {self.in_a_row} updates in a row, up to update {step}; go on from the "
-                            "last checkpoint with --resume=auto or =PATH, --allow_change=true and a lower --learning_rate or "
-                            "--dtype=float32")
+            self.give_up(f"the gradient was not finite in {self.in_a_row} updates in a row, up to update {step}")
+
+    def give_up(self, what: str) -> None:
+        self.log(f"diverged: {what}")
+        raise UserError(f"{what}; go on from the last checkpoint with --resume=auto or =PATH, --allow_change=true and a lower "
+                        "--learning_rate and --adam_lr, more --warmup_iters or --dtype=float32")
 
 
 def choose_device(local_rank: int, local_world: int) -> torch.device:
@@ -1488,7 +1489,7 @@ def train() -> dict:
     compile_time = time.perf_counter() - compile_start
 
     # ---- the loop
-    monitor = Monitor(skipped)
+    monitor = Monitor(skipped, log)
     session = mark = (step, train_time)  # where this process, and the figures of the next line, begin
     graphs = lambda: torch._dynamo.utils.counters["stats"]["unique_graphs"]  # compiled so far
     outside = graphs()  # what was compiled while the clock stood still

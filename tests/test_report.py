@@ -93,7 +93,7 @@ def logs(tmp_path):
 
 def test_reads_a_log(tmp_path, capsys):
     run = report.read_log("a.txt", log_text(sample="step:1/2 val_loss:9 in generated text\n"))
-    assert run.budget == 500 and run.settings["gamma"] == "1000.0" and run.env["data_checksum"] == "abcd1234"
+    assert run.budget == 500 and run.settings["gamma"] == "1000" and run.env["data_checksum"] == "abcd1234"
     assert run.source.startswith(SOURCE) and "optim" in run.source
     assert sorted(run.evals) == [0, 100, 200, 300, 400, 500]        # none from the source's docstring or the sample
     assert run.evals[500] == (1.0, 5.0, 0.5) and run.evals[100] == (3.0, 1.0, 0.1)
@@ -806,3 +806,130 @@ def test_differences_that_are_all_the_same_have_no_p(tmp_path, run):
     run()
     row, = rows_of(tmp_path / "out/paired.csv")
     assert (row["n"], row["difference"], row["p"]) == ("2", "0.5", "nan")
+
+
+# -----------------------------------------------------------------------------
+# Runs of one row that are not alike
+
+def test_runs_that_end_at_their_targets_keep_their_own_final_losses(tmp_path, run):
+    """The steps that they share end before: of the steps 500 and 300, the losses at 300 are 1.5 both."""
+    write(tmp_path / "logs", "muon1.txt", log_text("muon", 1))
+    write(tmp_path / "logs", "muon2.txt", log_text("muon", 2))
+    write(tmp_path / "logs", "vs1.txt", log_text("muon-vs", 1, (5.0, 3.0, 2.0, 1.5, 1.2, 0.8)))
+    early = log_text("muon-vs", 2).replace("final val_loss:1.00000", "final val_loss:1.50000")
+    write(tmp_path / "logs", "vs2.txt", re.sub(r"step:[45]00/500 .+\n", "", early))
+    _, _, err = run()
+    assert "muon-vs: its runs end at different steps, 300 to 500; their final losses are averaged, all else goes up to step 300" in err
+    row = rows_of(tmp_path / "out/final.csv")[1]
+    assert float(row["val loss"]) == pytest.approx((0.8 + 1.5) / 2) and float(row["top-1 acc"]) == pytest.approx((0.5 + 0.3) / 2)
+    assert float(row["Δ"]) == pytest.approx(float(rows_of(tmp_path / "out/paired.csv")[0]["difference"])) == pytest.approx(-0.15)
+    assert float(rows_of(tmp_path / "out/checkpoints.csv")[1]["60 %"]) == 1.5
+
+
+def diverged(text):
+    """A log as the scripts leave it where the loss stops being finite behind update 400."""
+    return text[:text.index("step:500/500 train_loss")] + "diverged: the loss of update 450 is nan, the last finite one was 1.2\n"
+
+
+def test_a_run_that_diverged_is_averaged_as_such_unless_it_was_mended(tmp_path, run, logs):
+    end = log_text()[log_text().index("step:500/500 train_loss"):]
+    write(logs, "bad.txt", diverged(log_text("muon-vs", 4)))
+    resumed = "resumed:step:400 world_size:1 code:same changed:400:learning_rate=0.1\n"
+    write(logs, "mended.txt", diverged(log_text("muon-nsr", 4)) + resumed + end)
+    write(logs, "quoted.txt", log_text("muon", 4, sample="diverged: in generated text\n"))
+    _, _, err = run(draw=True)
+    assert "bad.txt: diverged, so that it has no final loss" in err and err.count(": diverged") == 1
+    found = {row["optimizer"]: (row["n"], row["val loss"]) for row in rows_of(tmp_path / "out/final.csv")}
+    assert found["muon-vs"] == ("4", "nan") and found["muon"][0] == "4"
+    assert found["muon-nsr resumed_with=400:learning_rate=0.1"] == ("1", "1.0")
+    by_row = {row["optimizer"]: row for row in rows_of(tmp_path / "out/checkpoints.csv")}
+    assert float(by_row["muon-vs"]["80 %"]) == 1.2 and by_row["muon-vs"]["100 %"] == "nan"
+    assert {row["optimizer"]: row["train loss"] for row in rows_of(tmp_path / "out/train.csv")}["muon-vs"] == "nan"
+
+
+def test_a_number_is_the_same_however_it_is_written(tmp_path, run):
+    """An edited default may be `1`, a flag's is 1.0."""
+    for i, (decay, clip) in enumerate([("0", "1.0"), ("0.0", "1"), ("0.05", "1.0")]):
+        write(tmp_path / "logs", f"{i}.txt", log_text("muon", i, weight_decay=decay, grad_clip=clip))
+    _, _, err = run()
+    assert "never mixed" not in err
+    found = [(row["optimizer"], row["n"]) for row in rows_of(tmp_path / "out/final.csv")]
+    assert found == [("muon weight_decay=0", "2"), ("muon weight_decay=0.05", "1")]
+
+
+def test_what_auto_was_tells_experiments_apart(tmp_path, run):
+    for i, (dtype, used) in enumerate([("auto", "float32"), ("auto", "bfloat16 autocast"), ("float32", "float32")]):
+        text = log_text("muon", i, dtype=dtype).replace("\nworld_size: 1\n", f"\nworld_size: 1\ndtype_used: {used}\n")
+        write(tmp_path / "logs", f"{i}.txt", text)
+    assert "never mixed: gpt-demo (2 runs: dtype=float32); gpt-demo-2 (1 runs: dtype=bfloat16 autocast)" in run()[2]
+
+
+def test_rows_of_unlike_seeds_are_told(tmp_path, run, logs):
+    told = "gpt-demo: not all rows have the same seeds; only the paired table compares over common ones"
+    assert told not in run()[2]
+    write(logs, "more.txt", log_text("muon", 4))
+    assert told in run()[2]
+
+
+def test_modded_nanogpts_last_line_may_lack_its_end(tmp_path, run):
+    """Some of its published logs do. Cut within the line it is left out."""
+    head = "\n".join(["code", SEPARATOR, "env", SEPARATOR, "step:100/200 val_loss:3.9 train_time:900ms step_avg:9.00ms\n"])
+    last = "step:200/200 val_loss:3.2 train_time:1800ms step_avg:9.00ms"
+    write(tmp_path / "logs/whole", "a.txt", head + last)
+    write(tmp_path / "logs/cut", "a.txt", head + last[:-8])
+    _, _, err = run("--baseline=whole")
+    assert {r["optimizer"]: r["val loss"] for r in rows_of(tmp_path / "out/final.csv")} == {"whole": "3.2", "cut": "3.9"}
+    assert err.count("cut in the middle") == 1
+    ours = write(tmp_path / "ours", "a.txt", log_text())
+    assert report.main([str(tmp_path / "logs"), str(ours), "--seeds=1", f"--out={tmp_path / 'out'}"]) == 0
+    assert "whole/a.txt: names no seed, so that --seeds leaves it out" in "\n".join(report.NOTES)
+
+
+def test_a_run_that_went_on_with_other_ranks_has_no_time(tmp_path, run):
+    for optimizer in "muon", "muon-vs":
+        resumed = "resumed:step:400 world_size:2 code:same\n" * 2 + "resumed:step:400 world_size:1 code:same\n" * (optimizer == "muon")
+        text = log_text(optimizer).replace("step:500/500 train_loss", f"{resumed}step:500/500 train_loss")
+        write(tmp_path / "logs", f"{optimizer}.txt", text)
+    assert "runs on cpu × 1 then 2 and cpu × 1 then 2 then 1; their times and memory are left out" in run()[2]
+    os.remove(tmp_path / "logs/muon.txt")
+    assert "runs on cpu × 1 then 2; their times and peak memory are left out" in run()[2]
+    assert rows_of(tmp_path / "out/cost.csv")[0]["ms/update"] == "nan"
+
+
+def test_a_run_that_was_changed_on_its_way_is_no_baseline(tmp_path, run, logs):
+    changed = "resumed:step:400 world_size:1 code:same changed:400:max_iters=500\nstep:500/500 train_loss"
+    for seed in (1, 2, 3, 4):
+        text = log_text("muon", seed, (5.0, 3.0, 2.0, 1.5, 1.2, 0.1), started=f"2026-0{seed}")
+        write(logs, f"changed{seed}.txt", text.replace("step:500/500 train_loss", changed))
+    assert "2 configurations of muon; the baseline is 'muon'" in run()[2]
+
+
+def test_a_sweep_from_zero_on_spreads_its_points(tmp_path, run, monkeypatch):
+    seen, gammas, pyplot = [], (0, 1, 10, 1000), pytest.importorskip("matplotlib.pyplot")
+    close = pyplot.close
+
+    def closing(fig):  # the last one is the sweep's
+        seen.append(fig.axes[0].transData.transform([(gamma, 1) for gamma in gammas])[:, 0])
+        close(fig)
+    monkeypatch.setattr(pyplot, "close", closing)
+    for gamma in gammas:
+        write(tmp_path / "logs", f"{gamma}.txt", log_text("muon-nsr", gamma=float(gamma)))
+    run("--baseline=muon-nsr", draw=True)
+    gaps = np.diff(seen[-1])
+    assert (gaps > 0.1 * gaps.sum()).all()
+
+
+def test_memory_is_the_most_of_all_sessions():
+    text = log_text() + "resumed:step:500 world_size:1 code:same\nfinal val_loss:1.00000 peak_memory_mib:300 optimizer_state_mib:22.5\n"
+    assert report.read_log("a.txt", text).memory["peak_memory_mib"] == 900
+
+
+def test_a_log_in_an_archive_may_have_the_line_ends_of_windows(tmp_path, run):
+    (tmp_path / "a.txt").write_bytes(log_text().replace("\n", "\r\n").encode())
+    os.makedirs(tmp_path / "logs/folder.log")
+    os.symlink(tmp_path / "nothing", tmp_path / "logs/link.txt")
+    with tarfile.open(tmp_path / "logs.tar", "w") as archive:
+        archive.add(tmp_path / "a.txt", "a.txt")
+    write(tmp_path / "logs", "b.txt", log_text("muon-vs"))
+    assert report.main([str(tmp_path / "logs.tar"), str(tmp_path / "logs"), f"--out={tmp_path / 'out'}"]) == 0
+    assert [r["optimizer"] for r in rows_of(tmp_path / "out/final.csv")] == ["muon", "muon-vs"]

@@ -71,6 +71,7 @@ def test_names_are_readable_and_safe():
     assert sweep.run_name("train_gpt.py", settings) == "gpt-demo-muon-nsr-gamma1000-seed3"
     settings = {"repeat": "2", "dataset": "x/y z", "seed": "1"}
     assert sweep.run_name("a/train_llama.py", settings) == "llama-datasetx_y_z-seed1-repeat2"
+    assert sweep.run_name("train_gpt.py", {"b": "2", "a": "1"}) == sweep.run_name("train_gpt.py", {"a": "1", "b": "2"}) == "gpt-a1-b2"
     many = {f"setting{i}": str(i) for i in range(30)}
     names = {sweep.run_name("train_gpt.py", many | {"seed": "1", "setting0": v}) for v in "12"}
     assert len(names) == 2 and all(len(name) < 40 for name in names)
@@ -100,6 +101,24 @@ def test_runs_skips_resumes(fake, capsys):
     assert sweep.main(args) == 0 and "4 runs, 3 of them finished before" in capsys.readouterr().out
     assert (fake / "logs/fake-muon-seed1.txt").read_text() == text
     assert (fake / "logs/fake-muon-seed2.txt").stat().st_mtime_ns == before
+
+
+def test_two_sweeps_may_share_a_run(fake, capsys, monkeypatch):
+    """One that another sweep has ended meanwhile is not begun; one that both run may have lost its .out to the other."""
+    ended = fake / "logs/fake-a2-seed1.txt"
+    sections = f"\n{'=' * 100}\n".join(["a", "b", "c", "step:4/4 val_loss:1.0\nfinal val_loss:1.0\n"])
+    start = sweep.Run.start
+
+    def starting(run, place):
+        start(run, place)
+        run.out.unlink()
+        ended.write_text(sections)
+    monkeypatch.setattr(sweep.Run, "start", starting)
+    assert sweep.main(["train_fake.py", "--a=1,2", "--seed=1"]) == 0
+    out = capsys.readouterr().out
+    assert ended.read_text() == sections and "start     fake-a2" not in out and out.endswith("2 runs: 2 finished, 0 failed\n")
+    assert sweep.main(["train_fake.py", "--optimizer=broken"]) == 1
+    assert "failed    fake-broken  [1/1, 0 min left]: exit status 1" in capsys.readouterr().err
 
 
 def test_finished_by_another_version_is_told(fake, capsys):
@@ -204,6 +223,7 @@ def test_train_gpt_end_to_end(fake, capsys):
     (["train_fake.py", "--study=none"], "unknown study 'none'; expected one of main"),
     (["train_fake.py", "--study=lr,gamma"], "unknown study 'lr,gamma'"), (["train_fake.py", "--jobs=1,2"], "found --jobs=1,2"),
     (["train_fake.py", "--jobs=0"], "found --jobs=0"), (["train_fake.py", "--jobs=9999"], "needs 9999 cores"),
+    (["train_fake.py", "--seed=1..2", "--seed=5"], "found --seed twice; expected one list: --seed=1,2,5"),
     (["train_fake.py", "--seed"], "found '--seed'"), (["train_fake.py", "--seed=1,,2"], "found '--seed=1,,2'"),
     (["train_fake.py", "--dataset=a/b,a_b"], "--dataset=a/b and --dataset=a_b would both be the run fake-dataseta_b; give each"),
     (["train_fake.py", "--log_dir=x,y", "--seed=1..2"], "--log_dir=x and --log_dir=y would both be the run fake-seed1"),
@@ -213,7 +233,8 @@ def test_train_gpt_end_to_end(fake, capsys):
     (["train_fake.py", "--log_dir=train_fake.py"], "cannot make the folder --log_dir=train_fake.py: File exists"),
     (["broken.py", "--seed=1"], "broken.py cannot be imported: ModuleNotFoundError: No module named 'nowhere'"),
     ([TRAIN, "--optimizer=muon,moun"], "did you mean --optimizer=muon?"), ([TRAIN, "--gama=1,10"], "did you mean --gamma=1?"),
-    ([TRAIN, "--preset=demo,gpt2-small", "--n_head=4,7"], "expected a number divisible by 2 x --n_head, as RoPE turns pairs: --n_embd=252")])
+    ([TRAIN, "--preset=demo,gpt2-small", "--n_head=4,7"], "expected a number divisible by 2 x --n_head, as RoPE turns pairs: --n_embd=252")
+])
 def test_mistakes_are_one_line(fake, args, message):
     (fake / "broken.py").write_text("import nowhere\n\nGLOBALS = []\ndef configure(argv): pass\n")
     command = [sys.executable, os.path.join(ROOT, "tools/sweep.py"), *args]

@@ -130,11 +130,11 @@ def texts(path):
             with tarfile.open(path) as archive:
                 members = sorted((m for m in archive if m.isfile() and is_log(m.name)),
                                  key=lambda m: m.name)
-                return [(path / m.name, archive.extractfile(m).read().decode(errors="replace")) for m in members]
+                return [(path / m.name, archive.extractfile(m).read().decode(errors="replace").replace("\r\n", "\n")) for m in members]
         except (EOFError, OSError, tarfile.TarError, lzma.LZMAError, zlib.error) as e:
             why = str(e).partition(":")[0]
             raise UserError(f"{path} is cut or damaged ({why}); expected a whole archive: copy it again") from None
-    files = sorted(f for f in path.rglob("*") if is_log(str(f.relative_to(path)))) if path.is_dir() else [path]
+    files = sorted(f for f in path.rglob("*") if f.is_file() and is_log(str(f.relative_to(path)))) if path.is_dir() else [path]
     if missing := [f for f in files if not f.is_file()]:
         raise UserError(f"no log {missing[0]}; give files, folders or .tar archives of logs: python tools/report.py logs")
     return [(f, f.read_text(encoding="utf-8", errors="replace")) for f in files]
@@ -145,24 +145,30 @@ def read_log(path, text):
     parts = re.split(rf"^{SEPARATOR}\n", text, flags=re.M)
     ours = len(parts) > 3 and re.search(r"^--optimizer=", parts[2], re.M)
     body, header = "\n".join(parts[3:] if ours else parts[1:] or parts), parts[2] if ours else ""
-    run = Run(path, settings=dict(re.findall(r"^--(\w+)=(.*)$", header, re.M)),
+    run = Run(path, settings=dict(re.findall(r"^--(\w+)=(-?\d+(?=\.0$)|.*)", header, re.M)),   # 0.0 is 0
               env=dict(re.findall(r"^(\w+): (.*)$", header, re.M)), source="".join(parts[:2] if ours else parts[:1]))
     *lines, rest = body.split("\n")
-    if rest.startswith(("step:", "final ")):
+    if not ours and re.search(r" step_avg:[\d.]+ms$", rest):        # whole, but for the end of line
+        lines.append(rest)
+    elif rest.startswith(("step:", "final ")):
         note(f"{path}: cut in the middle of its last line, which is left out")
-    last, done = 0, False       # behind the final line comes free text, until a resumed run goes on
+    last, done, diverged = 0, False, False      # behind the final line comes free text, until a resumed run goes on
     for line in lines:
         if line.startswith("resumed:"):
             note(f"{path}: a resumed run" + ", whose code had changed" * (" code:changed" in line))
             run.settings.pop("resumed_with", None)
             if changed := re.search(r" changed:(.+)", line):    # since its start: no run of the settings at its head, a row of its own
                 run.settings["resumed_with"] = changed[1]
-            done = False
+            done = diverged = False
+            ranks = re.search(r" world_size:(\d+)", line)
+            if ranks and ranks[1] != (before := run.env.get("world_size", ranks[1])):
+                run.env["world_size"] = before if before.endswith(f" then {ranks[1]}") else f"{before} then {ranks[1]}"
+        diverged |= line.startswith("diverged:") and not done
         if done or not line.startswith(("step:", "final ")):
             continue
         head, *pairs = line.split(" ")
         fields = {key: number(value) for key, _, value in (pair.partition(":") for pair in pairs)}
-        run.memory |= {k: v for k, v in fields.items() if k in ("peak_memory_mib", "optimizer_state_mib")}
+        run.memory |= {k: max(v, run.memory.get(k, v)) for k, v in fields.items() if k in ("peak_memory_mib", "optimizer_state_mib")}
         done = head == "final"
         if done and 0 < last < run.budget:      # at a target
             note(f"{path}: ended at step {last} of {run.budget}; counts as a run of so many steps")
@@ -181,6 +187,9 @@ def read_log(path, text):
             if "val_loss" in fields:
                 figures = (fields.get(k) for k in ("val_loss", "train_time", "val_acc"))
                 run.evals[step] = tuple(math.nan if x is None else x for x in figures)
+    if diverged:
+        run.evals[run.budget] = (math.nan,) * 3
+        run.train |= {run.budget: (math.nan,) * 2} if run.train else {}
     if peak := re.search(r"^peak memory allocated: (\d+) MiB", body, re.M):        # as modded-nanogpt prints it
         run.memory.setdefault("peak_memory_mib", float(peak[1]))
     return run
@@ -200,8 +209,10 @@ def read_logs(paths, seeds=()):
                 if twin is not run:
                     note(f"{file}: the same run as {twin.path}; the longer log counts, once")
                     runs[key] = max(twin, run, key=lambda r: max(r.evals))
-            else:
+            elif run.settings:
                 others.add(run.seed)
+            else:
+                note(f"{file}: names no seed, so that --seeds leaves it out")
     if not runs and others:
         raise UserError(f"--seeds selects none of the logs; found seeds {', '.join(sorted(others, key=in_order))}")
     for run in runs.values():
@@ -211,7 +222,7 @@ def read_logs(paths, seeds=()):
             note(f"{run.path}: stops at step {max(run.evals)} of {run.budget}; counts as a run of so many steps")
             run.budget = max(run.evals)
         elif not math.isfinite(run.final_loss):
-            note(f"{run.path}: diverged, its final loss is {run.final_loss}; means with it are '–'")
+            note(f"{run.path}: diverged, so that it has no final loss; means with it are '–'")
     finished = [run for run in runs.values() if run.budget in run.evals]
     if not finished:
         raise UserError(f"no finished run in {', '.join(map(str, paths))}; expected a val_loss at the last step")
@@ -235,7 +246,8 @@ class Row:
         self.steps = np.array(sorted(set.intersection(*(set(r.evals) for r in self.runs.values()))))    # (T,)
         evals = np.array([[r.evals[s] for s in self.steps] for r in self.runs.values()])                # (N, T, 3)
         self.loss, self.times, self.acc = np.moveaxis(evals, 2, 0)                                      # each (N, T)
-        self.time, self.final = self.times.mean(0), self.loss[:, -1]                                    # (T,), (N,)
+        self.time = self.times.mean(0)                                                                  # (T,)
+        self.final, _, self.final_acc = np.array([r.evals[r.budget] for r in self.runs.values()]).T     # (N,) each
         self.curve = smooth(self.steps, self.loss) if self.smoothed else self.loss                      # (N, T)
         steps = np.array(sorted(set.intersection(*(set(r.train) for r in self.runs.values()))))         # (S,) log lines
         loss, times = np.array([[r.train[s] for s in steps] for r in self.runs.values()], float).reshape(len(self.runs), -1, 2).T
@@ -268,8 +280,9 @@ def in_order(text):
 
 
 def main_row(rows):
-    """The configuration with most seeds; among equals the best. One that diverged only where all did."""
-    return max(rows, key=lambda r: (math.isfinite(r.final.mean()), len(r.runs), -r.final.mean()), default=None)
+    """The configuration with most seeds; among equals the best. One that diverged, or was changed on the way, only where all were."""
+    return max(rows, key=lambda r: (math.isfinite(r.final.mean()), "resumed_with" not in r.config, len(r.runs), -r.final.mean()),
+               default=None)
 
 
 def build_rows(runs, by_source=False, smoothed=False):
@@ -294,7 +307,10 @@ def build_rows(runs, by_source=False, smoothed=False):
         varied = [k for k, v in row.config.items() if any(
             other.config.get(k) != v for other in rows
             if other.optimizer == row.optimizer or k == "gamma" and {row.optimizer, other.optimizer} == {"muon-nsr", "muon-nsr-post"})]
-        row.label = " ".join([row.optimizer, *(f"{k}={row.config[k].removesuffix('.0')}" for k in varied)])
+        row.label = " ".join([row.optimizer, *(f"{k}={row.config[k]}" for k in varied)])
+        if len(budgets := sorted({run.budget for run in row.runs.values()})) > 1:
+            note(f"{row.label}: its runs end at different steps, {budgets[0]} to {budgets[-1]}; their final losses are averaged, all else "
+                 f"goes up to step {row.steps[-1]}")
         for run in row.repeats:
             note(f"{run.path}: repeats seed {run.seed} of {row.label}; only {row.runs[run.seed].path} is averaged")
     rank = {optimizer: i for i, optimizer in enumerate(ORDER)}
@@ -307,6 +323,7 @@ def build_experiments(runs, baseline, by_source=False, smoothed=False):
     for run in runs:
         shared = {k: v for k, v in run.settings.items() if k not in RUN | optimizer_globals(run.source)}
         shared |= {k: v for k, v in run.env.items() if k in ("script", "data_checksum")}
+        shared |= {"dtype": run.env["dtype_used"]} if "dtype_used" in run.env else {}      # what --dtype=auto was
         groups[tuple(sorted(shared.items()))].append(run)
     for key, group in sorted(groups.items(), key=lambda item: -len(item[1])):
         settings = dict(key)
@@ -322,7 +339,7 @@ def build_experiments(runs, baseline, by_source=False, smoothed=False):
         devices = {f"{run.env.get('device')} × {run.env.get('world_size')}" for run in group}
         worlds = {run.env.get("world_size") for run in group}
         unlike = [k for k in sorted(SPEED) if len({run.settings.get(k) for run in group}) > 1]
-        if len(devices) > 1 or unlike:
+        if len(devices) > 1 or unlike or any(" then " in str(ranks) for ranks in worlds):
             note(f"{name}: runs on {' and '.join(sorted(devices))}{', of unlike ' + ', '.join(unlike) if unlike else ''}; their times and "
                  f"{'memory' if len(worlds) > 1 else 'peak memory'} are left out")
             for run in group:
@@ -333,6 +350,8 @@ def build_experiments(runs, baseline, by_source=False, smoothed=False):
             note(f"{name}: log_interval is {' and '.join(sorted(map(str, intervals)))}; training losses smoothed over unlike lines do not "
                  "compare")
         e = Experiment(name, settings, build_rows(group, by_source, smoothed))
+        if settings and len({frozenset(r.runs) for r in e.rows}) > 1:
+            note(f"{name}: not all rows have the same seeds; only the paired table compares over common ones")
         candidates = [r for r in e.rows if baseline in (r.label, r.optimizer)]
         e.baseline = main_row(candidates)
         if not candidates:
@@ -451,7 +470,7 @@ def tables(report, e):
         f"next-token top-1 accuracy; Δ = loss of {base.label if base else 'the baseline'} − loss, positive is better.",
         {"optimizer": "s", "n": "d", "val loss": ".4f", "val ppl": ".3f", "top-1 acc": ".4f", "Δ": "+.4f"},
         [(r.label, len(r.runs), interval(r.final), math.exp(loss) if (loss := r.final.mean()) < 700 else math.nan,
-          interval(r.acc[:, -1]),
+          interval(r.final_acc),
           base.final.mean() - r.final.mean() if base and r is not base else math.nan) for r in rows],
         lowest=["val loss", "val ppl"])
 
@@ -507,7 +526,7 @@ def tables(report, e):
                      [(*repeat, abs(repeat[2] - repeat[3])) for repeat in repeats])
 
     tokens = math.prod(float(e.settings.get(k, "nan")) for k in ("batch_size", "block_size"))      # of an update
-    ms = {r.label: 1e3 * r.times[:, -1] / r.steps[-1] for r in rows}                                # (N,) each
+    ms = {r.label: 1e3 * r.times[:, -1] / (r.steps[-1] or math.nan) for r in rows}                  # (N,) each
     report.table(
         "cost", e.name,
         "Cost over the whole run: tokens per second, milliseconds per update and their excess over the baseline, peak "
@@ -584,7 +603,10 @@ def figures(report, e):
             if len(group) == 1:
                 ax.axhline(group[0].final.mean(), color=color[optimizer], ls="--", lw=1, label=optimizer)
         ticks = sorted({value for x, _, _ in lines.values() for value in x})
-        ax.set(xscale="linear" if key == "ns_steps" else "log", xlabel=title, ylabel="final validation loss")
+        scale = {"value": "linear"} if key == "ns_steps" else {"value": "log"} if ticks[0] > 0 else {
+            "value": "symlog", "linthresh": min((tick for tick in ticks if tick > 0), default=1)}
+        ax.set_xscale(**scale)
+        ax.set(xlabel=title, ylabel="final validation loss")
         ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         ax.minorticks_off()
         ax.legend()

@@ -63,7 +63,8 @@ def parse(words):
             values += map(str, range(int(ends[1]), int(ends[2]) + 1)) if ends else [value]
         if not re.fullmatch(r"--\w+", name) or not all(values) or not values:
             raise UserError(f"found '{word}'; expected --name=value or a list: --seed=1..8 --optimizer=muon,adamw")
-        axes[name[2:]] = values
+        if axes.setdefault(name[2:], values) is not values:
+            raise UserError(f"found {name} twice; expected one list: {name}={','.join(axes[name[2:]] + values)}")
     return axes
 
 
@@ -112,7 +113,7 @@ def run_name(script, settings):
     s = {k: v for k, v in settings.items() if k not in ("log_dir", "checkpoint_dir") and (k, v) != ("repeat", "1")}
     first = [s.pop(k) for k in ("preset", "optimizer") if k in s]
     last = [k + s.pop(k) for k in ("seed", "repeat") if k in s]
-    rest = "-".join(k + v for k, v in s.items())
+    rest = "-".join(k + v for k, v in sorted(s.items()))      # in whatever order they were given
     if len(rest) > 100:     # a file name has at most 255 bytes
         rest = hashlib.sha256(rest.encode()).hexdigest()[:8]
     parts = [Path(script).stem.removeprefix("train_"), *first, *([rest] if rest else []), *last]
@@ -189,6 +190,9 @@ def sweep(todo, free):
     try:
         while queue or running:
             while queue and free:
+                if queue[0].finished():     # by another sweep, meanwhile
+                    print(f"finished  {queue.pop(0).name}  {progress()}", flush=True)
+                    continue
                 running.append(queue.pop(0))
                 running[-1].start(free.pop(0))
                 print(f"start     {running[-1].name}  {progress()}", flush=True)
@@ -197,11 +201,12 @@ def sweep(todo, free):
                 running.remove(run)
                 free.append(run.place)
                 if run.process.returncode == 0 and run.finished():
-                    run.out.unlink()
+                    run.out.unlink(missing_ok=True)     # two sweeps may share a run
                     print(f"finished  {run.name}  {progress()}", flush=True)
                 else:
                     failed.append(run.name)
-                    told = [s for s in run.out.read_text(errors="replace").split("\n") if s.strip()]
+                    told = run.out.read_text(errors="replace").split("\n") if run.out.exists() else []
+                    told = [s for s in told if s.strip()]
                     told = [s for s in told if ": error: " in s] or told or [f"exit status {run.process.returncode}"]
                     print(f"failed    {run.name}  {progress()}: {told[-1]}  (see {run.out})", file=sys.stderr, flush=True)
             if sys.stdout.isatty():
