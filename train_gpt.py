@@ -715,10 +715,11 @@ def memory_estimate(model: nn.Module, world: int, gpu: bool, bf16: bool) -> dict
     """Bytes on one rank, from shapes alone (the model may be on the meta device)."""
     width = 2 if param_dtype == "bfloat16" else 4
     numbers, matrices = sum(p.numel() for p in model.parameters()), parameter_groups(model)["matrices"].values()
-    muons = VARIANTS[optimizer].state if optimizer in VARIANTS else ()
-    beside = 2 * (numbers - sum(p.numel() for p in matrices)) if muons else 0  # AdamW's state beside Muon's
-    state = beside + sum(p.numel() // p.size(-1) if name == "row_moment" else p.numel() for p in matrices for name in muons) \
-        if muons else 2 * numbers
+    state, beside = 2 * numbers, 0
+    if optimizer in VARIANTS:
+        beside = 2 * (numbers - sum(p.numel() for p in matrices))  # AdamW's, beside Muon's
+        state = beside + sum(p.numel() // p.size(-1) if name == "row_moment" else p.numel()
+                             for p in matrices for name in VARIANTS[optimizer].state)
     tokens, act = micro_batch_size * block_size, 2 if bf16 else 4
     mlp, attn = (getattr(model.blocks[0], part, nn.Module()) for part in ("mlp", "attn"))  # an edited block may have other names
     wide = (p for m in mlp.modules() if not isinstance(m, nn.Embedding) for p in m.parameters(recurse=False) if p.ndim > 1)
@@ -742,7 +743,7 @@ def memory_estimate(model: nn.Module, world: int, gpu: bool, bf16: bool) -> dict
     # results may take more, 28 a number of what it takes at a time (on a CPU a matrix), beside 4 a number of the portion
     least, most = (1, 2**27) if gpu else (torch.get_num_threads(), 2**20)  # matrices and numbers of a portion
     update = 0
-    for shape, n in Counter(p.shape for p in matrices if muons).items():
+    for shape, n in Counter(p.shape for p in matrices if optimizer in VARIANTS).items():
         portion = min(n * shape.numel() / world, max(most, least * shape.numel()))
         update = max(update, 16 * portion, 0 if compile else 4 * portion + 28 * (portion if gpu else shape.numel()))
     # on a CPU the weights that the warm-up puts back; AdamW's state beside Muon's, counted in full, is made after Muon's step only

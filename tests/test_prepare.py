@@ -471,6 +471,8 @@ def test_two_runs_do_not_write_one_dataset(monkeypatch):
     os.makedirs("data/mine.partial")
     with prepare.locked("data/mine.partial"):
         refused("another prepare.py", "--name", "text", "--input", "a.txt", "--name", "mine", left=["mine.partial"])
+    with pytest.raises(BlockingIOError), prepare.locked("data/mine.partial"):  # of a terminal, say: not the lock's
+        raise BlockingIOError
     text("a.txt")
     whole = contents("data/mine")
     monkeypatch.setattr(prepare, "existing", lambda *args: None)  # it looked just before the other one was done

@@ -702,9 +702,13 @@ def test_parameters_in_bf16_are_configurations_that_are_compared_over_common_see
 @pytest.mark.parametrize("seeds, message", [
     ("8..1", "found --seeds=8..1; expected"), ("1,3..2", "found --seeds=1,3..2; expected"),
     ("7..9", "--seeds selects none of the logs; found seeds 1, 2, 3")])
-def test_seeds_that_select_nothing_are_a_mistake(run, logs, seeds, message):
+def test_seeds_that_select_nothing_are_a_mistake(tmp_path, run, logs, seeds, message):
     with pytest.raises(report.UserError, match=re.escape(message)):
         run("--seeds", seeds)
+    lines = "step:0/9 val_loss:9.0 train_time:0ms\nstep:9/9 val_loss:2.0 train_time:900ms\n"
+    modded = write(tmp_path, "modded.txt", "\n".join(["code", SEPARATOR, "env", SEPARATOR, lines]))
+    with pytest.raises(report.UserError, match="--seeds selects none of the logs; found no seed in them"):
+        report.main([str(modded), "--seeds=1"])
 
 
 @pytest.mark.parametrize("args, message", [
@@ -933,3 +937,22 @@ def test_a_log_in_an_archive_may_have_the_line_ends_of_windows(tmp_path, run):
     write(tmp_path / "logs", "b.txt", log_text("muon-vs"))
     assert report.main([str(tmp_path / "logs.tar"), str(tmp_path / "logs"), f"--out={tmp_path / 'out'}"]) == 0
     assert [r["optimizer"] for r in rows_of(tmp_path / "out/final.csv")] == ["muon", "muon-vs"]
+
+
+def test_a_run_that_diverged_early_takes_nothing_from_the_others(tmp_path, run, logs):
+    """Their common steps, their training losses; a log without any step is left out, as is a link to nothing; of two copies the mended
+    one counts."""
+    text = log_text("muon-vs", 4)
+    bad = "diverged: the loss of update 5 is inf, the last finite one was none\n"
+    write(logs, "bad.txt", text[:text.index("step:100/500 train_loss")] + bad)
+    write(logs, "empty.txt", log_text("muon-vs", 5)[:text.index("step:0/500")] + bad)
+    write(logs, "a-copy.txt", diverged(log_text("muon", 3, (5.0, 3.0, 2.0, 1.5, 1.2, 1.01))))
+    os.symlink(tmp_path / "nothing", logs / "link.txt")
+    _, _, err = run()
+    assert "empty.txt: no validation loss in it; left out" in err and "link.txt: a link to nothing; left out" in err
+    found = {name: {row["optimizer"]: row for row in rows_of(tmp_path / f"out/{name}.csv")} for name in ("final", "train", "cost")}
+    assert float(found["final"]["muon"]["val loss"]) == pytest.approx(np.mean(LOSSES["muon"]))
+    assert float(found["train"]["muon"]["train loss"]) > 0 and "end at different steps" not in err
+    vs = found["final"]["muon-vs"]["val loss"], found["train"]["muon-vs"]["train loss"], found["cost"]["muon-vs"]["ms/update"]
+    assert vs == ("nan",) * 3 and found["final"]["muon-vs"]["n"] == "4"
+    assert {row["step"] for row in rows_of(tmp_path / "out/curves.csv") if row["optimizer"] == "muon-vs"} >= {"0", "100", "500"}

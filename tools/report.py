@@ -134,10 +134,12 @@ def texts(path):
         except (EOFError, OSError, tarfile.TarError, lzma.LZMAError, zlib.error) as e:
             why = str(e).partition(":")[0]
             raise UserError(f"{path} is cut or damaged ({why}); expected a whole archive: copy it again") from None
-    files = sorted(f for f in path.rglob("*") if f.is_file() and is_log(str(f.relative_to(path)))) if path.is_dir() else [path]
-    if missing := [f for f in files if not f.is_file()]:
-        raise UserError(f"no log {missing[0]}; give files, folders or .tar archives of logs: python tools/report.py logs")
-    return [(f, f.read_text(encoding="utf-8", errors="replace")) for f in files]
+    files = sorted(f for f in path.rglob("*") if not f.is_dir() and is_log(str(f.relative_to(path)))) if path.is_dir() else [path]
+    if files == [path] and not path.is_file():
+        raise UserError(f"no log {path}; give files, folders or .tar archives of logs: python tools/report.py logs")
+    for link in [f for f in files if not f.is_file()]:
+        note(f"{link}: a link to nothing; left out")
+    return [(f, f.read_text(encoding="utf-8", errors="replace")) for f in files if f.is_file()]
 
 
 def read_log(path, text):
@@ -187,9 +189,8 @@ def read_log(path, text):
             if "val_loss" in fields:
                 figures = (fields.get(k) for k in ("val_loss", "train_time", "val_acc"))
                 run.evals[step] = tuple(math.nan if x is None else x for x in figures)
-    if diverged:
-        run.evals[run.budget] = (math.nan,) * 3
-        run.train |= {run.budget: (math.nan,) * 2} if run.train else {}
+    if diverged and run.budget:
+        run.evals[run.budget], run.train[run.budget] = (math.nan,) * 3, (math.nan,) * 2
     if peak := re.search(r"^peak memory allocated: (\d+) MiB", body, re.M):        # as modded-nanogpt prints it
         run.memory.setdefault("peak_memory_mib", float(peak[1]))
     return run
@@ -208,13 +209,14 @@ def read_logs(paths, seeds=()):
                 twin = runs.setdefault(key, run)
                 if twin is not run:
                     note(f"{file}: the same run as {twin.path}; the longer log counts, once")
-                    runs[key] = max(twin, run, key=lambda r: max(r.evals))
+                    runs[key] = max(twin, run, key=lambda r: max((s for s, e in r.evals.items() if math.isfinite(e[0])), default=-1))
             elif run.settings:
                 others.add(run.seed)
             else:
                 note(f"{file}: names no seed, so that --seeds leaves it out")
-    if not runs and others:
-        raise UserError(f"--seeds selects none of the logs; found seeds {', '.join(sorted(others, key=in_order))}")
+    if not runs and seeds:
+        found = f"seeds {', '.join(sorted(others, key=in_order))}" if others else "no seed in them"
+        raise UserError(f"--seeds selects none of the logs; found {found}")
     for run in runs.values():
         if run.budget not in run.evals and run.settings:
             note(f"{run.path}: unfinished, evaluated up to step {max(run.evals)} of {run.budget}; left out")
@@ -234,7 +236,7 @@ def read_logs(paths, seeds=()):
 
 @dataclass
 class Row:
-    """One configuration of one optimizer: N seeds, evaluated at T common steps."""
+    """One configuration of one optimizer: N seeds, evaluated at T common steps: those of its runs that did not diverge."""
     optimizer: str
     config: dict        # hyperparameter -> value as text
     runs: dict          # seed -> Run, the first of that seed
@@ -243,14 +245,16 @@ class Row:
     smoothed: bool = False      # its validation curve, for speedups and figures; the final loss never is
 
     def __post_init__(self):
-        self.steps = np.array(sorted(set.intersection(*(set(r.evals) for r in self.runs.values()))))    # (T,)
-        evals = np.array([[r.evals[s] for s in self.steps] for r in self.runs.values()])                # (N, T, 3)
+        whole = [r for r in self.runs.values() if math.isfinite(r.final_loss)] or [*self.runs.values()]
+        self.steps = np.array(sorted(set.intersection(*(set(r.evals) for r in whole))))                 # (T,)
+        evals = np.array([[r.evals.get(s, (math.nan,) * 3) for s in self.steps] for r in self.runs.values()])   # (N, T, 3)
         self.loss, self.times, self.acc = np.moveaxis(evals, 2, 0)                                      # each (N, T)
         self.time = self.times.mean(0)                                                                  # (T,)
         self.final, _, self.final_acc = np.array([r.evals[r.budget] for r in self.runs.values()]).T     # (N,) each
         self.curve = smooth(self.steps, self.loss) if self.smoothed else self.loss                      # (N, T)
-        steps = np.array(sorted(set.intersection(*(set(r.train) for r in self.runs.values()))))         # (S,) log lines
-        loss, times = np.array([[r.train[s] for s in steps] for r in self.runs.values()], float).reshape(len(self.runs), -1, 2).T
+        steps = np.array(sorted(set.intersection(*(set(r.train) for r in whole))))                      # (S,) log lines
+        train = [[r.train.get(s, (math.nan,) * 2) for s in steps] for r in self.runs.values()]
+        loss, times = np.array(train, float).reshape(len(self.runs), -1, 2).T
         self.train = SimpleNamespace(steps=steps, time=times.mean(1), loss=smooth(steps, loss.T))       # (S,), (S,), (N, S)
 
     def memory(self, key):
