@@ -145,8 +145,9 @@ def load_tokenizer(name, file=None):
 
 # A long text is tokenized in pieces, cut only where no token reaches across: before a space or a newline that follows
 # something else. GPT-2's pre-tokenizer splits at each of these places and does not look back beyond it; no entry of
-# Llama's vocabulary has a space after another character. So the ids are those of the whole text. The exception: a run
-# of RUN letters, digits, spaces or others is cut, because on long runs old versions of tiktoken panic or take forever.
+# Llama's vocabulary has a space after another character. So the ids are those of the whole text. The exceptions: a run
+# of RUN letters, digits, spaces or others is cut, because on long runs old versions of tiktoken panic or take forever;
+# and so is a file's last word, if nothing stands behind it and a unit ends in it.
 CUT = re.compile(r"(?<=[^\s\u2581\ud800-\udfff])(?=[ \n])")
 PIECE, RUN = 1 << 16, 4096
 RUN_OF_N = r"[^\W\d_]{N}|\d{N}|\s{N}|(?:[^\w\s]|_){N}"
@@ -227,7 +228,7 @@ def choose_val(files, share):
         file.update(val=share, first_is_val=file is first)  # a file may be without a record
     if share and len(files) == len(texts) == 1:
         texts[0].update(val=False, tail=share)
-    elif share and not records and not any(file["val"] for file in texts):
+    elif share and texts and first is None and not any(file["val"] for file in texts):
         min(texts, key=lambda file: hash_share(os.fsencode(file["name"])))["val"] = True
 
 
@@ -263,7 +264,7 @@ def units_of(item, path, row):
                 units.append({**item, "groups": [], "text": 0, "size": 0, "first": rows, "end": rows})
             unit, rows = units[-1], rows + group.num_rows
             unit["groups"].append(i)
-            unit.update(text=unit["text"] + text, size=unit["size"] + size * group.num_rows // meta.num_rows, end=rows)
+            unit.update(text=unit["text"] + text, size=unit["size"] + size * group.num_rows // max(1, meta.num_rows), end=rows)
         if isinstance(item["val"], tuple):
             for unit in units:
                 drawn, begin, end = val_documents(*item["val"]), row + unit["first"], row + unit["end"]
@@ -370,7 +371,7 @@ def boundary(f, at):
     text = window.decode("utf-8", "surrogateescape")
     if cut := CUT.search(text):
         return at + len(text[:cut.start()].encode("utf-8", "surrogateescape"))
-    return at + next((i for i, byte in enumerate(window[:4]) if byte & 0xC0 != 0x80), 0)
+    return at + next((i for i, byte in enumerate(window[:4]) if byte & 0xC0 != 0x80), len(window[:4]))
 
 
 def parquet_rows(unit):

@@ -378,6 +378,7 @@ def test_draw_keeps_what_transformers_keeps():
     torch.manual_seed(0)
     logits = torch.randn(30) * 2
     assert sample.draw(logits, 0, 0, 1.0) == sample.draw(logits, 1.0, 1, 1.0) == sample.draw(logits, 1.0, 0, 1e-6) == logits.argmax()
+    assert sample.draw(logits, 1e-40, 0, 1.0) == sample.draw(logits, 5e-324, 0, 1.0) == logits.argmax()
     for temperature, k, p in ((1.0, 0, 0.7), (0.7, 5, 1.0), (1.5, 8, 0.8), (1.0, 0, 1.0)):
         scores = logits[None] / temperature
         scores = TopKLogitsWarper(k)(None, scores) if k else scores
@@ -411,6 +412,30 @@ def test_the_stream_bears_any_ids(monkeypatch, capsys):
         monkeypatch.setattr(sample, "generate", lambda *args: iter(ids))
         sample.write(None, tokenizer, "", types.SimpleNamespace(max_new_tokens=None, temperature=0, top_k=0, top_p=1))
         assert capsys.readouterr().out == bytes(ids).decode(errors="replace") + "\n"
+
+
+def test_the_stream_bears_bytes_that_change_the_text_before(monkeypatch, capsys):
+    """Llama's newline is a byte token, and its decoder makes all of a run of bytes U+FFFD if one of them fits no character."""
+    tokenizer, args = tokenizer_of("llama2"), types.SimpleNamespace(max_new_tokens=None, temperature=0, top_k=0, top_p=1)
+    for ids, expected in (([13, 243, 2114], "a\n\ufffd fact\n"), ([13, 243], "a\n\ufffd\n"), ([2114, 13, 13, 2114], "a fact\n\n fact\n")):
+        monkeypatch.setattr(sample, "generate", lambda *_: iter(ids))
+        sample.write(None, tokenizer, "a", args)
+        assert capsys.readouterr().out == expected
+    rng = random.Random(0)
+    for _ in range(100):
+        ids = [rng.choice([rng.randrange(3, 259), rng.randrange(259, 32000)]) for _ in range(40)] + [2114]
+        sample.write(None, tokenizer, "a", args)
+        assert capsys.readouterr().out.endswith(" fact\n")
+
+
+def test_a_context_of_one_token_is_kept_to():
+    seen = []
+
+    def model(ids, past_key_values, use_cache):
+        seen.append((ids.tolist(), past_key_values))
+        return types.SimpleNamespace(past_key_values=types.SimpleNamespace(get_seq_length=lambda: 1), logits=torch.zeros(1, 1, 4))
+    model.config, model.device = types.SimpleNamespace(max_position_embeddings=1), "cpu"
+    assert list(sample.generate(model, [1, 2], 3, lambda logits: 3)) == [3, 3, 3] and seen == [([[2]], None), ([[3]], None), ([[3]], None)]
 
 
 def test_sample_from_the_command_line(run, capsys):

@@ -294,6 +294,29 @@ def test_bytes_are_the_same_for_any_number_of_workers_and_units():
     assert contents("data/mine") == three
 
 
+def test_a_cut_within_the_last_character_is_behind_it(monkeypatch):
+    """Of the one document that validation takes the end of, and of a file longer than a unit."""
+    cats = "吾輩は猫である。名前はまだ無い。どこで生れたか。"
+    text(write("in/cats.txt", cats))
+    assert texts("mine", "train") + texts("mine", "val") == [cats, ""]
+    monkeypatch.setattr(prepare, "UNIT", 8)
+    long = "x" * 6 + "😀"
+    text(write("in/long.txt", long), write("in/other.txt", "other"), name="long")
+    assert sorted(texts("long", "train") + texts("long", "val")) == sorted([long, "other"])
+
+
+@pytest.mark.parametrize("empty", ["z.jsonl", "z.parquet"])
+def test_records_without_a_document_leave_validation_to_the_texts(empty):
+    for i in range(10):
+        write(f"in/{i}.txt", f"text {i}")
+    if empty.endswith("jsonl"):
+        write(f"in/{empty}", "")
+    else:
+        write_parquet(f"in/{empty}", [])
+    text("in", val_fraction=1e-9)
+    assert len(texts("mine", "val")) == 1 and len(texts("mine", "train")) == 9
+
+
 def test_units_do_not_change_the_documents(monkeypatch):
     rows = sentences(120, 3)
     write("in/b.jsonl", jsonl(rows))

@@ -282,7 +282,8 @@ def export(path, out=None, best=False, tokenizer_file=None):
             raise UserError(f"the logits of {saved['script']} and of the export differ by {worst:.1e}, expected at most {TOLERANCE:g}; "
                             "nothing was written; was the model changed?")
         torch.manual_seed(0)
-        ids = theirs.generate(torch.tensor([[saved["eot"]]]), do_sample=True, temperature=0.8, max_length=min(200, script.block_size))
+        length = max(2, min(200, script.block_size))
+        ids = theirs.generate(torch.tensor([[saved["eot"]]]), do_sample=True, temperature=0.8, max_length=length)
         print("sample:", tokenizer.decode(ids[0], skip_special_tokens=True))
         os.rename(folder, out)
     print(f"wrote {out}")

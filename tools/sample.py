@@ -35,7 +35,8 @@ def draw(logits_V, temperature, top_k, top_p):
     """An id: the likeliest for temperature 0, else from the top_k likeliest (0: all) among the fewest that hold top_p."""
     if temperature == 0:
         return int(logits_V.argmax())
-    p, ids = torch.softmax(logits_V.float().cpu() / temperature, -1).sort(descending=True)
+    logits_V = logits_V.double().cpu()
+    p, ids = torch.softmax((logits_V - logits_V.max()) / temperature, -1).sort(descending=True)
     p[top_k or len(p):] = 0
     p[p.cumsum(-1) - p >= top_p * p.sum()] = 0      # what comes before an id holds top_p already
     return int(ids[torch.multinomial(p, 1)])
@@ -48,7 +49,7 @@ def generate(model, ids, max_new_tokens, pick):
     unread = ids[-context:]
     for _ in range(max_new_tokens):
         if cache is not None and cache.get_seq_length() + len(unread) > context:
-            unread, cache = ids[-(context // 2):], None
+            unread, cache = ids[-max(1, context // 2):], None
         out = model(torch.tensor([unread], device=model.device), past_key_values=cache, use_cache=True)
         cache, unread = out.past_key_values, [pick(out.logits[0, -1])]
         ids += unread
@@ -57,17 +58,22 @@ def generate(model, ids, max_new_tokens, pick):
 
 def write(model, tokenizer, prompt, args):
     """The prompt and what follows it, to stdout. Each prompt stands at the beginning of a document, as text does in training."""
-    from tokenizers.decoders import DecodeStream
-    eot, text = tokenizer.eos_token_id, DecodeStream(skip_special_tokens=True)
-    print(prompt, end="", flush=True)
+    eot = tokenizer.eos_token_id
     ids = [eot, *tokenizer(prompt).input_ids]
-    for id in ids:
-        text.step(tokenizer.backend_tokenizer, id)      # so that what follows is told from the prompt
+
+    def text():     # decoded as a whole: bytes that are no text change what a decoder makes of those before
+        return tokenizer.decode(ids, skip_special_tokens=True)
+
+    print(prompt, end="", flush=True)
+    shown = len(text())
     for id in generate(model, ids, args.max_new_tokens, lambda logits: draw(logits, args.temperature, args.top_k, args.top_p)):
         if id == eot:
             break
-        print(text.step(tokenizer.backend_tokenizer, id) or "", end="", flush=True)
-    print(flush=True)
+        ids.append(id)
+        if not (whole := text()).endswith("\ufffd"):    # else more bytes of a character may come
+            print(whole[shown:], end="", flush=True)
+            shown = max(shown, len(whole))
+    print(text()[shown:], flush=True)
 
 
 def main(argv=None):
