@@ -226,9 +226,9 @@ def choose_val(files, share):
     first = share and next((file for file in records if any(True for _ in documents({**file, "val": False}))), None)
     for file in records:
         file.update(val=share, first_is_val=file is first)  # a file may be without a record
-    if share and len(files) == len(texts) == 1:
+    if share and first is None and len(texts) == 1:
         texts[0].update(val=False, tail=share)
-    elif share and texts and first is None and not any(file["val"] for file in texts):
+    elif share and first is None and texts and not any(file["val"] for file in texts):
         min(texts, key=lambda file: hash_share(os.fsencode(file["name"])))["val"] = True
 
 

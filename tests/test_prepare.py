@@ -315,6 +315,8 @@ def test_records_without_a_document_leave_validation_to_the_texts(empty):
         write_parquet(f"in/{empty}", [])
     text("in", val_fraction=1e-9)
     assert len(texts("mine", "val")) == 1 and len(texts("mine", "train")) == 9
+    text("in/0.txt", f"in/{empty}", name="one", val_fraction=0.4)  # as if it were alone
+    assert (texts("one", "train"), texts("one", "val")) == (["text"], [" 0"])
 
 
 def test_units_do_not_change_the_documents(monkeypatch):
