@@ -226,10 +226,11 @@ def choose_val(files, share):
     first = share and next((file for file in records if any(True for _ in documents({**file, "val": False}))), None)
     for file in records:
         file.update(val=share, first_is_val=file is first)  # a file may be without a record
-    if share and first is None and len(texts) == 1:
-        texts[0].update(val=False, tail=share)
-    elif share and first is None and texts and not any(file["val"] for file in texts):
-        min(texts, key=lambda file: hash_share(os.fsencode(file["name"])))["val"] = True
+    if share and first is None:     # without records the texts are to have one
+        if len(texts) == 1:
+            texts[0].update(val=False, tail=share)
+        elif texts and not any(file["val"] for file in texts):
+            min(texts, key=lambda file: hash_share(os.fsencode(file["name"])))["val"] = True
 
 
 def hash_share(data):

@@ -743,7 +743,7 @@ def memory_estimate(model: nn.Module, world: int, gpu: bool, bf16: bool) -> dict
     # results may take more, 28 a number of what it takes at a time (on a CPU a matrix), beside 4 a number of the portion
     least, most = (1, 2**27) if gpu else (torch.get_num_threads(), 2**20)  # matrices and numbers of a portion
     update = 0
-    for shape, n in Counter(p.shape for p in matrices if optimizer in VARIANTS).items():
+    for shape, n in Counter(p.shape for p in matrices).items() if optimizer in VARIANTS else ():
         portion = min(n * shape.numel() / world, max(most, least * shape.numel()))
         update = max(update, 16 * portion, 0 if compile else 4 * portion + 28 * (portion if gpu else shape.numel()))
     # on a CPU the weights that the warm-up puts back; AdamW's state beside Muon's, counted in full, is made after Muon's step only

@@ -163,8 +163,8 @@ def read_log(path, text):
                 run.settings["resumed_with"] = changed[1]
             done = diverged = False
             ranks = re.search(r" world_size:(\d+)", line)
-            if ranks and ranks[1] != (before := run.env.get("world_size", ranks[1])):
-                run.env["world_size"] = before if before.endswith(f" then {ranks[1]}") else f"{before} then {ranks[1]}"
+            if ranks and run.env.get("world_size", ranks[1]).split()[-1] != ranks[1]:
+                run.env["world_size"] += f" then {ranks[1]}"
         diverged |= line.startswith("diverged:") and not done
         if done or not line.startswith(("step:", "final ")):
             continue
@@ -607,9 +607,10 @@ def figures(report, e):
             if len(group) == 1:
                 ax.axhline(group[0].final.mean(), color=color[optimizer], ls="--", lw=1, label=optimizer)
         ticks = sorted({value for x, _, _ in lines.values() for value in x})
-        scale = {"value": "linear"} if key == "ns_steps" else {"value": "log"} if ticks[0] > 0 else {
-            "value": "symlog", "linthresh": min((tick for tick in ticks if tick > 0), default=1)}
-        ax.set_xscale(**scale)
+        if key != "ns_steps" and ticks[0] > 0:
+            ax.set_xscale("log")
+        elif key != "ns_steps":     # from 0 on
+            ax.set_xscale("symlog", linthresh=ticks[1])
         ax.set(xlabel=title, ylabel="final validation loss")
         ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         ax.minorticks_off()
