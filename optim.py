@@ -47,18 +47,19 @@ def newton_schulz_gram(X: Tensor, steps: int) -> Tensor:
     rest is smallest at μ = tr(R)/m: 1/m for the first R, since |X|_F = 1, and about 0.2 for the later ones."""
     m, n = X.shape[-2:]
     Y = torch.empty_like(X)
-    mu, pair, steps_left = 1 / m, False, steps
-    while steps_left > 0:
+    mu, pair = 1 / m, False
+    while steps > 0:
         E = X @ X.mT
         E.diagonal(dim1=-2, dim2=-1).sub_(mu)                           # R = μI + E
         z, F = _polynomial(mu, E)                                       # Z = zI + F
-        pair = n >= 2 * m and steps_left > 1 and not pair               # does this R serve two steps?
+        pair = n >= 2 * m and steps > 1 and not pair               # does this R serve two steps?
         if pair:
-            mu_next, E_next = _product(*_product(mu, E, z, F), z, F)    # ZRZ
+            zmu, ZR = _product(mu, E, z, F)
+            mu_next, E_next = _product(zmu, ZR, z, F)                   # ZRZ, the next R
             z, F = _product(z, F, *_polynomial(mu_next, E_next))        # the Z of both steps, as one
         torch.baddbmm(X, F, X, beta=z, out=Y)                           # ZX
         X, Y, mu = Y, X, 0.2
-        steps_left -= 2 if pair else 1
+        steps -= 2 if pair else 1
     return X
 
 def _polynomial(mu, E):
@@ -84,11 +85,11 @@ def normalise(X, eps):
 # ----------------------------------------------------------------------------------------------------------------------
 # The variants: proxy(G, S, h) -> (what Newton-Schulz gets, new state), and for some after(O, G, S, h) -> (O, new state)
 #
-# G, O and the buffers of S are (k, m, n), k matrices at once; S["step"] is t, (k, 1, 1). h has the parameter group's
-# options, numbers as tensors (), so that new values recompile nothing.
+# G, O and the buffers of S are (k, m, n), k matrices at once; S["step"] is t, (k, 1, 1), 1 at the first step. h has the
+# parameter group's options, numbers as tensors (), so that new values recompile nothing.
 
 def muon(G, S, h):
-    """Muon (Jordan et al., 2024)."""
+    """Muon (Jordan et al., 2024): its momentum is a sum, where that of the variance-adaptive rules is an average."""
     beta = h["momentum"]
     M = beta * S["momentum"] + G
     M_tilde = G + beta * M if h["nesterov"] else M
@@ -129,7 +130,7 @@ def muon_nsr_post_after(O, G, S, h):
     return O / (1 + h["gamma"] * variance_hat / (M_tilde**2 + h["eps"])).sqrt(), {}   # Algorithm 2, lines 9 and 10
 
 def adamuon(G, S, h):
-    """AdaMuon (Si et al., 2025): Newton-Schulz of the sign, then Adam's second moment of the result."""
+    """AdaMuon (Si et al., 2025): Newton-Schulz of the sign, then a second moment of the result."""
     M_tilde, S_new = muon(G, S, h)
     return M_tilde.sign(), S_new
 
@@ -145,13 +146,14 @@ def normuon_after(O, G, S, h):
     return P * (frobenius_norm(O) / frobenius_norm(P).clamp_min(1e-30)), {"row_moment": v}
 
 def muon2(G, S, h):
-    """Muon² (Liu et al., 2026): Adam's second moment of the gradient before Newton-Schulz."""
+    """Muon² (Liu et al., 2026): a second moment of the gradient, not corrected for its start, before Newton-Schulz."""
     M_tilde, S_new = muon(G, S, h)
     V = h["beta2"] * S["second_moment"] + (1 - h["beta2"]) * G**2
     return M_tilde / (V.sqrt() + h["eps"]), S_new | {"second_moment": V}
 
 # A rule above and a line here make a new variant: it is compiled, sharded, saved, and a choice of the train scripts.
-# A new hyperparameter is an argument of Muon; rules find it in h. Buffers are (m, n), but "row_moment" is (m, 1).
+# Buffers are (m, n), but "row_moment" is (m, 1). Rules find a new hyperparameter in h once Muon has it as an argument
+# and among its defaults; in the train scripts it is a global that build_optimizers passes on.
 Variant = namedtuple("Variant", "proxy state after", defaults=[None])
 VARIANTS = {
     "muon": Variant(muon, ["momentum"]),
@@ -163,10 +165,10 @@ VARIANTS = {
     "muon2": Variant(muon2, ["momentum", "second_moment"]),
 }
 
-UPDATE_SCALES = {  # s of an (m, n) matrix, by adjust_lr_fn; None where it depends on O
+UPDATE_SCALES = {  # s of an (m, n) matrix, by adjust_lr_fn
     "original": lambda m, n: max(1, m / n) ** 0.5,
     "match_rms_adamw": lambda m, n: 0.2 * max(m, n) ** 0.5,
-    "frobenius": lambda m, n: None,
+    "frobenius": lambda m, n: 0.2 * (m * n) ** 0.5,  # over |O|_F
 }
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -187,8 +189,8 @@ def _after(after, G, S, h, skip, O, W):
         O, S_new = after(O, upcast(G), {name: upcast(s) for name, s in S.items()}, h)
         _store(S, S_new, skip)
     scale = h["scale"]
-    if scale is None:
-        scale = 0.2 / O.square().mean((-2, -1), keepdim=True).sqrt().clamp_min(1e-30)  # 0.2 √(mn) / |O|_F
+    if h["adjust_lr_fn"] == "frobenius":
+        scale = scale / frobenius_norm(O).clamp_min(1e-30)
     W_new = upcast(W) * (1 - h["lr"] * h["weight_decay"]) - h["lr"] * scale * O        # line 14
     _store({"W": W}, {"W": W_new}, skip)
 
@@ -255,16 +257,10 @@ class Muon(torch.optim.Optimizer):
         """Updates every parameter that has a gradient; the others keep value and state. Returns closure()'s loss."""
         with torch.enable_grad():
             loss = closure() if closure else None
-        rank, world = _rank_and_world()
-        receiving = []
-        for group, shares in self._buckets():
-            mine = [p for p in shares[rank] if p.grad is not None]
-            for portion in _portions(mine):
-                self._update(group, portion)
-            if world > 1:
-                receiving.append(_send(shares, rank))  # on its way while the next bucket is computed
-        for receive in receiving:
-            receive()
+        updates = [self._update(group, shares) for group, shares in self._buckets()]
+        for _ in "compute and send", "receive":
+            for update in updates:
+                next(update, None)
         return loss
 
     def _buckets(self):
@@ -283,9 +279,28 @@ class Muon(torch.optim.Optimizer):
                     load[r] += _work(p)
                 yield group, shares
 
-    def _update(self, group, params):
-        """One step of some parameters of one shape. Newton-Schulz takes all of them at once, and on a GPU, where
-        launches cost, so do the passes around it; on a CPU, where copies cost, they take a parameter at a time."""
+    def _update(self, group, shares):
+        """A generator: computes this rank's share of a bucket and sends it to all; pauses while that is on its way and
+        the next buckets are computed; receives all shares."""
+        rank, world = _rank_and_world()
+        p = next(p for share in shares for p in share)
+        for params in _portions([p for p in shares[rank] if p.grad is not None], p):
+            self._update_share(group, params)
+        if world > 1:
+            most = max(map(len, shares))
+            sent = torch.stack(shares[rank] + [p] * (most - len(shares[rank])))  # filled up: all ranks send as much
+            received = sent.new_empty(world * most, *p.shape)
+            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # name until torch 2.12
+            work = gather(received.view(torch.uint8), sent.view(torch.uint8), async_op=True)  # bytes: gloo lacks bf16
+            yield
+            work.wait()
+            for share, values in zip(shares, received.split(most)):
+                if share:
+                    torch._foreach_copy_(share, list(values[:len(share)]))
+
+    def _update_share(self, group, params):
+        """Parameters of one shape. Newton-Schulz takes all of them at once, and on a GPU, where launches cost, so do
+        the passes around it; on a CPU, where copies cost, they take one at a time."""
         p, rule, skip = params[0], VARIANTS[group["variant"]], getattr(self, "found_inf", None)
         h = _hyperparameters(group, p)
         batches = [params] if p.is_cuda else [[q] for q in params]
@@ -330,10 +345,11 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict):
         """Takes the hyperparameters, and this rank's share of a whole state that was saved at any number of ranks.
-        Raises ValueError for the state of another model or variant."""
+        Raises ValueError for a state with other buffers: of another model or variant."""
         super().load_state_dict({**state_dict, "state": {}})  # torch would cast buffers to their parameter's dtype
-        indices = (i for group in state_dict["param_groups"] for i in group["params"])
-        saved = {p: state_dict["state"].get(next(indices)) for group in self.param_groups for p in group["params"]}
+        indices = [i for group in state_dict["param_groups"] for i in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        saved = {p: state_dict["state"].get(i) for p, i in zip(params, indices)}
         for group, shares in self._buckets():
             for p in filter(saved.get, shares[_rank_and_world()[0]]):
                 self.state[p] = _zeros(group, p)
@@ -352,11 +368,10 @@ def _work(p):
     m, n = sorted(p.shape[-2:])
     return p.numel() // n * m * (2 * n + m)
 
-def _portions(params):
+def _portions(params, p):
     """What Newton-Schulz takes at once: on a GPU up to 2**27 numbers, on a CPU enough for all cores and the cache."""
-    for p in params[:1]:
-        most = max(1, 2**27 // p.numel()) if p.is_cuda else max(torch.get_num_threads(), 2**20 // p.numel())
-        yield from (params[i:i + most] for i in range(0, len(params), most))
+    most = max(1, 2**27 // p.numel()) if p.is_cuda else max(torch.get_num_threads(), 2**20 // p.numel())
+    return [params[i:i + most] for i in range(0, len(params), most)]
 
 def _hyperparameters(group, p):
     """The group's options, numbers as tensors () on the CPU, from where graphs for a GPU take them too."""
@@ -383,18 +398,3 @@ def _stacked(tensors):
     if k == 1 or neighbours:
         return first.as_strided((k, *first.shape), (first.numel(), *first.stride()))
     return torch.stack(tensors)
-
-def _send(shares, rank):
-    """Starts to send this rank's share of a bucket to all ranks. Returns what waits for all shares and writes them."""
-    p, most = next(p for share in shares for p in share), max(map(len, shares))
-    sent = torch.stack(shares[rank] + [p] * (most - len(shares[rank])))  # filled up, so that all ranks send as much
-    received = sent.new_empty(len(shares) * most, *p.shape)
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name until torch 2.12
-    work = gather(received.view(torch.uint8), sent.view(torch.uint8), async_op=True)  # bytes: gloo lacks bf16
-
-    def receive(sent=sent):  # which is held until all have it
-        work.wait()
-        for share, values in zip(shares, received.split(most)):
-            if share:
-                torch._foreach_copy_(share, list(values[:len(share)]))
-    return receive

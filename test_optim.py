@@ -256,13 +256,14 @@ def test_precision_of_newton_schulz(shape):
         ours, usual = ((O.double() - exact).norm() for O in (gram(X.bfloat16()), standard(X.bfloat16())))
         assert ours <= 1.25 * usual, kind
 
-def test_weyl():
-    """|σ_i(NS(Y)) - 1| <= |NS(Y) - polar(Y)|₂ for each i."""
+def test_singular_values_end_around_one():
+    """Five steps bring those above 1 % of the norm to where the polynomial turns, [0.68, 1.21]; bf16 adds some 0.02."""
     for shape in SHAPES.values():
         Y = spectrum("gaussian", *shape)
-        O = newton_schulz(Y).double()
-        U, _, Vh = torch.linalg.svd(Y, full_matrices=False)
-        assert ((torch.linalg.svdvals(O) - 1).abs() <= torch.linalg.matrix_norm(O - U @ Vh, 2) + 1e-12).all()
+        U, S, Vh = torch.linalg.svd(Y, full_matrices=False)
+        O = U @ torch.diag(S.clamp_min(0.01 * S.norm())) @ Vh
+        found = torch.linalg.svdvals(newton_schulz(O).double())
+        assert found.min() > 0.65 and found.max() < 1.24, shape
 
 def test_newton_schulz_takes_batches_and_leaves_its_input():
     G = torch.randn(2, 3, 64, 24, requires_grad=True)
@@ -329,7 +330,8 @@ def test_found_inf_changes_nothing_and_counts_no_step(variant):
         b.found_inf = torch.tensor(1.0)
         b.step()
         b.found_inf = torch.tensor(0.0)
-        run(a, clean, 1, start=step), run(b, marred, 1, start=step)
+        run(a, clean, 1, start=step)
+        run(b, marred, 1, start=step)
     assert torch.equal(clean[0], marred[0]) and b.state[marred[0]]["step"] == 4
 
 def test_groups_schedules_closures_and_missing_gradients():

