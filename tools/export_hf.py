@@ -13,7 +13,7 @@ sequence, RoPE over whole heads and biases of 0. Rows of embedding and head that
 end-of-text token is bos_token too: in training it stands before each document. Logits are compared with the train
 script's before anything is written. Last line: "wrote hf/RUN". Seconds for the demo.
 """
-import argparse, importlib, sys
+import argparse, importlib, sys, zipfile
 from pathlib import Path
 
 import torch
@@ -30,14 +30,14 @@ sys.path.insert(0, str(ROOT))  # the train scripts import optim
 
 # ---- Checkpoints -----------------------------------------------------------------------------------------------------
 
-def load_checkpoint(path: Path) -> dict:
-    """The content of a .pt file, or of a folder's newest one, as a train script saved it."""
+def load_checkpoint(path: Path):
+    """The content of a .pt file, or of a folder's newest one, and the train script that saved it, as a module."""
     files = sorted(path.glob("step_*.pt"), key=lambda file: (file.stat().st_mtime_ns, file.name)) or [path]
     try:
+        if damaged := zipfile.ZipFile(files[-1]).testzip():  # compares the checksums that torch.save has written
+            raise ValueError(f"{damaged} does not match its checksum")
         saved = torch.load(files[-1], map_location="cpu", weights_only=True)
-        if not (ROOT / saved["script"]).is_file():
-            raise FileNotFoundError(f"{saved['script']} is not in {ROOT}")
-        return saved
+        return saved, importlib.import_module(Path(saved["script"]).stem)
     except Exception as error:  # it may be any file
         sys.exit(f"cannot read {files[-1]} ({error!r:.120}); give checkpoints/RUN or a step_N.pt of it")
 
@@ -70,10 +70,9 @@ def gpt_neox(script, weights: dict[str, torch.Tensor], shared: dict):
     return model, GPT_NEOX, model.gpt_neox.final_layer_norm
 
 @torch.no_grad()
-def convert(saved: dict):
+def convert(saved: dict, script):
     """The model of transformers that computes what the checkpoint's does, and the largest difference of a logit on
     random tokens, both in float32. Exits if it is above 1e-4 of the largest logit, far more than rounding."""
-    script = importlib.import_module(Path(saved["script"]).stem)
     vars(script).update(saved["globals"])
     weights, rows, eot = dict(saved["model"]), saved["vocab"], saved["eot"]
     ours = script.Model(len(weights["embed.weight"])).eval()
@@ -165,9 +164,9 @@ def main(argv: list[str]) -> None:
     out = args.out or Path("hf", run.resolve().name)
     if out.exists():
         sys.exit(f"{out} exists; remove it, or give another --out")
-    saved = load_checkpoint(args.checkpoint)
+    saved, script = load_checkpoint(args.checkpoint)
     tokenizer = build_tokenizer(saved, args.tokenizer)
-    model, worst = convert(saved)
+    model, worst = convert(saved, script)
     print(f"{args.checkpoint}: update {saved['step']} of {saved['script']} -> {type(model).__name__}, "
           f"{model.num_parameters():,} parameters; logits differ by {worst:.1e} at most")
     unfinished = out.with_name(f"{out.name}.partial")

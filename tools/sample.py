@@ -19,8 +19,8 @@ def load(path: Path, tokenizer: Path | None):
     if (path / "config.json").exists():
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         return model, transformers.AutoTokenizer.from_pretrained(path)
-    saved = load_checkpoint(path)
-    return convert(saved)[0], build_tokenizer(saved, tokenizer)
+    saved, script = load_checkpoint(path)
+    return convert(saved, script)[0], build_tokenizer(saved, tokenizer)
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
