@@ -23,9 +23,8 @@ from scipy import stats
 SHARES = np.array([0.2, 0.4, 0.6, 0.8, 1.0])  # of the budget: where losses are shown, and the targets of speedups
 LOSSES = {"val_loss": "validation loss", "train_loss": "smoothed training loss"}
 RUN_SETTINGS = set("""  seed preset run_name resume micro_batch_size activation_checkpointing log_interval eval_interval
-    checkpoint_interval keep_checkpoints sample_tokens wandb tensorboard device compile
-    allow_change log_dir checkpoint_dir data_dir check_shards profile threads timeout_minutes max_skipped""".split())
-# these say nothing about the experiment; the last line's are of earlier code
+    checkpoint_interval keep_checkpoints sample_tokens wandb tensorboard device compile allow_change log_dir data_dir
+    checkpoint_dir check_shards profile threads timeout_minutes max_skipped""".split())  # say nothing of the experiment
 SWEEPS = {"lr": "peak learning rate of the matrices", "gamma": "variance coefficient γ"}
 ZEROSHOT = {"arc_easy": "acc_norm", "hellaswag": "acc_norm", "lambada_openai": "acc", "piqa": "acc_norm", "race": "acc",
             "record": "f1", "sglue_rte": "acc", "truthfulqa_mc1": "acc", "truthfulqa_mc2": "acc", "winogrande": "acc"}
@@ -342,8 +341,9 @@ def main(argv: list[str]) -> None:
             for suffix in ["png", "svg"][:1 + args.svg] if fig else []:
                 fig.savefig(out / f"{title}-{kind}.{suffix}", dpi=120)
             report += [f"![{title}: {kind}]({title}-{kind}.png)\n"] * bool(fig)
-    report += [zeroshot(args.zeroshot)] * bool(args.zeroshot) + ["## Notes\n"] * bool(notes)
-    (out / "report.md").write_text("\n".join(report + [f"- {text}" for text in notes]) + "\n", encoding="utf-8")
+    report += [zeroshot(args.zeroshot)] if args.zeroshot else []
+    report += ["## Notes\n", *(f"- {text}" for text in notes)] if notes else []
+    (out / "report.md").write_text("\n".join(report) + "\n", encoding="utf-8")
     print(*notes, f"wrote {out / 'report.md'}", sep="\n")
 
 if __name__ == "__main__":
