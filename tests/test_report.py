@@ -140,5 +140,5 @@ def test_zeroshot(logs):
     for file, results in ("a.json", scores), ("b.json", {"piqa": scores["piqa"]}):
         open(file, "w").write(json.dumps({"results": results}))
     table = make("--zeroshot", "muon=a.json", "b.json")[-1]
-    assert table["piqa"]["b.json"] == "53.00"
+    assert table["piqa (acc_norm)"]["b.json"] == "53.00"
     assert table["average"] == {"": "average", "muon": "54.50", "b.json": "–"}  # of all ten tasks or of none

@@ -250,13 +250,13 @@ def zeroshot(specs: list[str]) -> str:
     """[NAME=]FILE of lm-eval-harness -> a row for each task, a column for each model."""
     models = {}
     for name, _, file in (spec.rpartition("=") for spec in specs):
-        results = json.loads(Path(file).read_text(encoding="utf-8"))["results"]
-        models.setdefault(name or file, {}).update({
-            task: 100 * results[task][f"{metric},none"] for task, metric in ZEROSHOT.items() if task in results})
-    scores = pd.DataFrame(models, index=list(ZEROSHOT))
+        data = json.loads(Path(file).read_text(encoding="utf-8"))
+        models.setdefault(name or Path(data.get("model_name", file)).name, {}).update({
+            f"{task} ({metric})": 100 * data["results"][task][f"{metric},none"]
+            for task, metric in ZEROSHOT.items() if task in data["results"]})
+    scores = pd.DataFrame(models, index=[f"{task} ({metric})" for task, metric in ZEROSHOT.items()])
     scores.loc["average"] = scores.mean(skipna=False)
-    return markdown("Zero-shot scores in % (their metrics: ZEROSHOT in tools/report.py) and their unweighted mean.", [
-        {"": task} | {name: number(x, 2) for name, x in row.items()} for task, row in scores.iterrows()])
+    return markdown("Zero-shot scores, %", scores.map(lambda x: number(x, 2)).reset_index(names="").to_dict("records"))
 
 # ---- Figures ---------------------------------------------------------------------------------------------------------
 
@@ -339,7 +339,7 @@ def main(argv: list[str]) -> None:
         plots = {"curves": curves(drawn, columns, args.clock)} | {f"sweep-{key}": sweep(rows, key) for key in SWEEPS}
         for kind, fig in plots.items():
             for suffix in ["png", "svg"][:1 + args.svg] if fig else []:
-                fig.savefig(out / f"{title}-{kind}.{suffix}", dpi=120)
+                fig.savefig(out / f"{title}-{kind}.{suffix}", dpi=90)
             report += [f"![{title}: {kind}]({title}-{kind}.png)\n"] * bool(fig)
     report += [zeroshot(args.zeroshot)] if args.zeroshot else []
     report += ["## Notes\n", *(f"- {text}" for text in notes)] if notes else []
