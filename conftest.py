@@ -1,6 +1,5 @@
-"""Under `pytest -n N` each worker takes its share of the cores: processes with a thread for every core wait for each other. And Inductor
-does not ask the compiler in each of many processes what /proc/cpuinfo says. Ranks are forked by a server that has imported what they
-need: torch, and torch._dynamo, which an optimizer's first step imports."""
+"""Under `pytest -n N` each worker takes its share of the cores, and Inductor does not ask the compiler in each of many
+processes what the CPU can do. Ranks are forked by a server that has imported torch and torch._dynamo."""
 import multiprocessing
 import os
 

@@ -3,8 +3,9 @@ Is a step of our Muon that of theirs? In a folder with train_gpt_simple.py of mo
 
     python check.py
 
-Ten updates from the same weights and gradients, then the last update D of ours against E of theirs, without weight decay:
-|D - E| / |E| and |D| / |E|. Theirs is their own muon_update, and torch.optim.Muon. In fp32 their .bfloat16() is replaced.
+Ten updates from the same weights and gradients, then the last update D of ours against E of theirs, without weight
+decay: |D - E| / |E| and |D| / |E|. Theirs is their own muon_update, and torch.optim.Muon. In fp32 their .bfloat16() is
+replaced.
 """
 import sys
 
