@@ -75,7 +75,6 @@ def load_tokenizer(name, file=None):
         import tiktoken
         with in_one_line("GPT-2's vocabulary", "set TIKTOKEN_CACHE_DIR to a folder that tiktoken cached it in"):
             gpt2 = tiktoken.get_encoding("gpt2")
-
         def encode(text, starts):
             try:  # encode_ordinary's ids, without its list and without the GIL
                 return gpt2.encode_to_numpy(text, disallowed_special=())
@@ -89,7 +88,6 @@ def load_tokenizer(name, file=None):
     if hashlib.sha256(Path(file).read_bytes()).hexdigest() != LLAMA2_SHA256:
         sys.exit(f"{file} is not Llama 2's tokenizer.model; give another --tokenizer_file")
     llama2 = sentencepiece.SentencePieceProcessor(model_file=str(file))
-
     def encode(text, starts):
         """The model puts a space before any text. A newline merges with nothing: behind one a document goes on."""
         return np.array(llama2.encode(text) if starts else llama2.encode("\n" + text)[2:], "<u2")
@@ -409,6 +407,7 @@ def main(argv):
     try:
         if args.tokenizer == "llama2" and not args.tokenizer_file:
             import huggingface_hub
+            huggingface_hub.logging.set_verbosity_error()  # what fails is told once
             with in_one_line("Llama 2's tokenizer", "set --tokenizer_file to the path of its tokenizer.model"):
                 args.tokenizer_file = huggingface_hub.hf_hub_download(LLAMA2, "tokenizer.model")
         COMMANDS[args.command](args)
