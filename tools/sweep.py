@@ -3,18 +3,17 @@ Runs a grid of settings over a train script; the same command skips what is fini
 
     python tools/sweep.py train_gpt.py --optimizer=muon,muon-vs --learning_rate=0.005,0.01 --seed=1..4 --jobs=2
 
-Every --name=value goes to the script; lists a,b and ranges 1..4 are the axes. A run is named by what varies and by its
-preset, optimizer, learning rate, γ, batch, updates and seed, in the order given: gpt-muon-vs-lr0.005-seed1. What it prints stands in
-logs/RUN.out until it succeeds. Each of several jobs has its share of the cores and one GPU; as they share a machine,
-their clocks say nothing. On Ctrl-C, SIGTERM or SIGHUP runs save and stop, on a second one they stop at once.
+Every --name=value goes to the script; lists a,b and ranges 1..4 are the axes. A run is named by what varies and by what
+NAMED lists, in the order given: gpt-muon-vs-lr0.005-seed1. What it prints stands in logs/RUN.out until it succeeds. Each
+of several jobs has its share of the cores and one GPU; as they share a machine, their clocks say nothing. On Ctrl-C, SIGTERM or SIGHUP runs save and stop, on a second one they stop at once.
 """
 import argparse, itertools, os, re, signal, subprocess, sys, time
 from pathlib import Path
 
 from tqdm import tqdm
 
-NAMED = {"preset": "", "optimizer": "", "learning_rate": "lr", "gamma": "gamma", "batch_size": "batch",
-         "max_iters": "updates", "seed": "seed"}  # what always stands in names
+NAMED = {"preset": "", "optimizer": "", "learning_rate": "lr", "adam_lr": "adam_lr", "weight_decay": "wd",
+         "gamma": "gamma", "ns_steps": "ns", "batch_size": "batch", "max_iters": "updates", "seed": "seed"}
 
 def parse(words: list[str], error) -> dict[str, list[str]]:
     """['--seed=1..3', '--optimizer=muon,adamw'] -> {'seed': ['1', '2', '3'], 'optimizer': ['muon', 'adamw']}"""
