@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import optim
-from optim import NS_COEFFICIENTS, VARIANTS, Muon, newton_schulz
+from optim import JORDAN, VARIANTS, Muon, newton_schulz
 
 SHAPES = {"wide": (24, 64), "tall": (64, 24), "square": (32, 32)}
 
@@ -200,7 +200,7 @@ def test_zero_gradient_gives_a_zero_update(variant, adjust_lr_fn):
 def test_with_the_exact_polar_factor_all_singular_values_are_s(variant, monkeypatch):
     """Appendix, "Modulation before the polar map": a gate in front leaves an update whose singular values are all s,
     the gate behind does not."""
-    def polar(X, steps):
+    def polar(X, *_):
         U, _, Vh = torch.linalg.svd(X, full_matrices=False)
         return U @ Vh
     monkeypatch.setattr(optim, "newton_schulz_gram", polar)
@@ -215,19 +215,18 @@ def test_with_the_exact_polar_factor_all_singular_values_are_s(variant, monkeypa
 
 # ---- Newton-Schulz ---------------------------------------------------------------------------------------------------
 
-def standard(X, steps=5):
+def standard(X, steps=5, coefficients=JORDAN):
     """As published, with one rounding a line: in bf16 that is torch.optim.Muon's, the most exact of the usual ones."""
-    a, b, c = NS_COEFFICIENTS
     flip = X.size(0) > X.size(1)
     X = X.T if flip else X
-    for _ in range(steps):
+    for a, b, c in optim.triples(steps, coefficients):
         A = X @ X.T
         X = torch.addmm(X, torch.addmm(A, A, A, beta=b, alpha=c), X, beta=a)
     return X.T if flip else X
 
-def gram(X, steps=5):
+def gram(X, steps=5, coefficients=JORDAN):
     wide = X.T if X.size(0) > X.size(1) else X
-    O = optim.newton_schulz_gram(wide[None].clone(memory_format=torch.contiguous_format), steps)[0]
+    O = optim.newton_schulz_gram(wide[None].clone(memory_format=torch.contiguous_format), steps, coefficients)[0]
     return O.T if X.size(0) > X.size(1) else O
 
 def spectrum(kind, m, n):
@@ -346,7 +345,7 @@ def test_groups_schedules_closures_and_missing_gradients():
     assert opt.step(lambda: 7.0) == 7.0 and opt.param_groups[0]["lr"] == 0.05
     schedule.step()
     assert not torch.equal(params[0], before[0]) and all(map(torch.equal, params[1:], before[1:]))
-    assert params[2] not in opt.state and all(torch.equal(p.grad, g) for p, g in zip(params, gradients))
+    assert opt.state[params[2]]["step"] == 0 and all(torch.equal(p.grad, g) for p, g in zip(params, gradients))
 
 def test_what_is_no_matrix_or_no_variant_is_refused():
     matrices = parameters((4, 4))
@@ -398,7 +397,7 @@ def ranks_worker(rank, folder):
             group(ranks, f"{variant}-{ranks}")
             params, opt = build(variant)
             half = run(opt, params, 15)
-            saved = opt.state_dict()
+            saved = opt.full_state_dict()
             run(opt, params, 15, start=15)
             close(params, alone)
             everyone = [None] * ranks

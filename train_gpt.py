@@ -3,12 +3,13 @@ Trains a GPT-2 (pre-norm, RoPE, no biases, untied head) with Muon-VS, or with an
 
     python prepare.py                                             # once: the demo's data, nothing is downloaded
     python train_gpt.py                                           # the demo: 3 M parameters, minutes on 2 CPU cores
-    torchrun --standalone --nproc_per_node=8 --max-restarts=3 train_gpt.py --preset=gpt2-small --resume=auto
+    torchrun --standalone --nproc_per_node=8 --max-restarts=3 --shutdown-timeout=300 train_gpt.py --preset=gpt2-small \
+        --resume=auto
 
-Every hyperparameter is a global below: edit it, or pass --name=value. The last lines are "final val_loss:..." and a
-sample. Shapes: B sequences of a micro-batch, T tokens, D model width, H heads, K head width, V vocabulary, N = B T.
+Every hyperparameter is a global below: edit it, or pass --name=value. The last line is "final val_loss:...". Shapes:
+B sequences of a micro-batch, T tokens, D model width, H heads, K head width, V vocabulary, N = B T.
 """
-import argparse, contextlib, ctypes, functools, math, os, re, resource, signal, sys, time, zipfile
+import argparse, contextlib, ctypes, functools, importlib.util, math, os, re, resource, signal, sys, time, zipfile
 from collections import Counter
 from pathlib import Path
 
@@ -26,6 +27,8 @@ import optim
 preset = "demo"               # a key of PRESETS
 run_name = ""                 # names logs/RUN.txt and checkpoints/RUN/; default: PRESET-OPTIMIZER-seedSEED
 resume = ""                   # auto: go on from the newest good checkpoint of this run, if there is one; or from a path
+init_from = ""                # a checkpoint whose weights, and nothing else of it, the run begins with
+eval_only = False             # print the validation loss of what --resume or --init_from names, and end
 # data
 dataset = "pysrc"             # data/DATASET, made by prepare.py
 val_dataset = ""              # default: dataset
@@ -67,15 +70,18 @@ log_interval = 10             # updates
 eval_interval = 100           # updates
 checkpoint_interval = 500     # updates; the last one is always saved
 keep_checkpoints = 2          # newest ones; 0: all
-sample_tokens = 300           # generated at the end
+max_skips = 30                # updates in a row without a finite gradient, with which a run gives up
 wandb = ""                    # project to log to; needs: pip install wandb
 tensorboard = ""              # folder for event files; needs: pip install tensorboard
 # system
-seed = 1                      # of initialisation, data order and sample
+seed = 1                      # of initialisation and data order
 device = "cuda" if torch.cuda.is_available() else "cpu"
 dtype = "auto"                # float32, bfloat16 (autocast); auto: bfloat16 where the hardware is fast at it
 param_dtype = "float32"       # bfloat16: parameters and optimizer state are bf16 too
 compile = True                # torch.compile of blocks, loss and optimizer
+
+LEAST = dict(n_layer=1, n_head=1, n_embd=1, block_size=1, batch_size=1, log_interval=1, eval_interval=1, max_skips=1,
+             checkpoint_interval=1, max_iters=0, warmup_iters=0, learning_rate=0, adam_lr=0, weight_decay=0, gamma=0)
 
 gpt2 = dict(dataset="openwebtext", block_size=1024, batch_size=480, max_iters=100_000, learning_rate=6e-4, adam_lr=6e-4,
             gamma=10.0, schedule="constant", warmup_iters=2000, eval_interval=1000, checkpoint_interval=1000,
@@ -98,7 +104,6 @@ GLOBALS = [name for name, value in list(globals().items()) if type(value) in (bo
 CHOICES = dict(preset=[name for name in PRESETS if "/" not in name], optimizer=["adamw", *optim.VARIANTS],
                adjust_lr_fn=list(optim.UPDATE_SCALES), schedule=["constant", "cosine", "wsd"],
                dtype=["auto", "float32", "bfloat16"], param_dtype=["float32", "bfloat16"], device={"cpu", device})
-ABOVE_0 = "n_layer n_head n_embd block_size batch_size log_interval eval_interval checkpoint_interval".split()
 rank, local_rank, world = (int(os.environ.get(name, default)) for name, default in
                            [("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)])  # set by torchrun
 signals = []  # SIGTERM and SIGINT that came
@@ -111,17 +116,20 @@ def configure(argv: list[str]) -> None:
     for name in GLOBALS:
         value, kind = globals()[name], type(globals()[name])
         parser.add_argument(f"--{name}", type=boolean if kind is bool else kind, choices=CHOICES.get(name),
-                            metavar=repr(value), default=argparse.SUPPRESS, help=comments.get(name))
+                            metavar=repr(value), default=argparse.SUPPRESS,
+                            help=comments.get(name, "").replace("%", "%%"))
     flags = vars(parser.parse_args(argv))
     name = flags.get("preset", preset)
     settings = PRESETS[name] | PRESETS.get(f"{name}/{flags.get('optimizer', optimizer)}", {})
     if "dataset" in flags:
         settings["val_dataset"] = ""  # a preset's own belongs to its dataset
     globals().update(settings | flags)
-    for name in GLOBALS:
-        value, least = globals()[name], int(name in ABOVE_0)
-        if not isinstance(value, str) and not least <= value < math.inf:
-            parser.error(f"argument --{name}: found {value}, expected a number of at least {least}")
+    for name, least in LEAST.items():
+        if not least <= globals()[name] < math.inf:
+            parser.error(f"argument --{name}: found {globals()[name]}, expected a number of at least {least}")
+    for package in "wandb", "tensorboard":
+        if globals()[package] and not importlib.util.find_spec(package):
+            parser.error(f"argument --{package} needs a package; run: pip install {package}")
     if n_embd % (2 * n_head):
         parser.error(f"argument --n_embd: found {n_embd}, expected a multiple of 2 x n_head = {2 * n_head}, for RoPE")
 
@@ -135,16 +143,20 @@ class Shards:
     block_size + 1 tokens, the rest of a shard left out. An epoch reads every window once, in an order of its own."""
 
     def __init__(self, name: str, split: str):
-        folder, windows = Path("data", name), []
-        self.files = sorted(folder.glob(f"*_{split}_[0-9]*.bin"))
-        if not self.files:
+        self.folder = folder = Path("data", name)
+        self.tokens = []  # of each shard, in a file that stays open
+        files = sorted(folder.glob(f"*_{split}*.bin"))
+        if not files:
             sys.exit(f"{folder} has no {split} shards; run: python prepare.py {name} (for your own text see --help)")
-        for file in self.files:
+        for file in files:
             header = np.fromfile(file, np.int32, 256).tolist()
+            if header[:1] == [20240801]:
+                sys.exit(f"{file} has ids of 32 bits, for Llama 3; ours have 16: tokenize the text with prepare.py")
             if len(header) < 256 or header[:2] != [20240520, 1] or file.stat().st_size != 1024 + 2 * header[2]:
                 sys.exit(f"{file} is damaged or no token shard; run: python prepare.py verify {name}")
-            windows.append(max(0, header[2] - 1) // block_size)
+            self.tokens.append(np.memmap(file, np.uint16, "r", 1024) if header[2] else np.empty(0, np.uint16))
         self.vocab, self.eot = header[3:5] if header[3] else (50257, 50256)  # where others leave 0, it is GPT-2's
+        windows = [max(0, len(tokens) - 1) // block_size for tokens in self.tokens]
         self.starts = np.cumsum([0, *windows])  # the first window of each shard, and the number of all
         self.windows = int(self.starts[-1])
         if not self.windows:
@@ -155,8 +167,10 @@ class Shards:
         rows = np.empty((len(windows), block_size + 1), np.int64)
         for row, window in zip(rows, map(int, windows)):
             shard = int(np.searchsorted(self.starts, window, "right")) - 1
-            start = (window - int(self.starts[shard])) * block_size  # tokens
-            row[:] = np.fromfile(self.files[shard], np.uint16, block_size + 1, offset=1024 + 2 * start)
+            start = (window - int(self.starts[shard])) * block_size
+            row[:] = self.tokens[shard][start:start + block_size + 1]
+        if rows.max() >= self.vocab:
+            sys.exit(f"{self.folder} has the id {rows.max()}, beyond its tokenizer's {self.vocab}; prepare it again")
         tokens = torch.from_numpy(rows)
         if device == "cuda":
             tokens = tokens.pin_memory().to(device, non_blocking=True)
@@ -178,14 +192,18 @@ def rotate(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
     a, b = x_BHTK.chunk(2, -1)
     return torch.cat([a * cos_TK - b * sin_TK, b * cos_TK + a * sin_TK], -1).type_as(x_BHTK)
 
+def attend(q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor) -> Tensor:
+    """Causal attention."""
+    if q_BHTK.device.type == "cpu" and q_BHTK.size(2) <= len(FUTURE_TT):
+        return attend_on_cpu(q_BHTK, k_BHTK, v_BHTK)
+    return F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=True)
+
 FUTURE_TT = torch.full((512, 512), -math.inf, dtype=torch.bfloat16).triu(1)
 
-def attend(q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor) -> Tensor:
-    """Causal attention. On a CPU plain products, of 128 queries at a time with the keys up to the last of them, are
-    twice as fast as the fused kernel and its backward pass."""
+def attend_on_cpu(q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor) -> Tensor:
+    """The same as plain products, of 128 queries at a time with the keys up to the last of them: forward and backward
+    take half of the fused kernel's time on a CPU."""
     q, k, v, T = q_BHTK, k_BHTK, v_BHTK, q_BHTK.size(2)
-    if q.device.type != "cpu" or T > len(FUTURE_TT):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     parts = []
     for i in range(0, T, 128):
         j = min(i + 128, T)
@@ -261,28 +279,37 @@ class Model(nn.Module):
 @torch.no_grad()
 def initialise(model: Model) -> None:
     """N(0, 0.02), of projections into the residual stream N(0, 0.02 / √(2 n_layer)); gains are 1."""
-    for name, p in model.named_parameters():
-        if name.endswith(("proj.weight", "down.weight")):
-            p.normal_(std=0.02 / math.sqrt(2 * n_layer))
-        elif p.ndim == 2:
-            p.normal_(std=0.02)
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            into_stream = name.endswith(("proj", "down"))
+            module.weight.normal_(std=0.02 / math.sqrt(2 * n_layer) if into_stream else 0.02)
 
 def build_optimizers(model: Model) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside blocks and AdamW for the rest, or AdamW for all."""
-    matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
-    gains = [p for p in model.parameters() if p.ndim == 1]
+    """Muon for the weights of Linears inside blocks and AdamW for the rest, or AdamW for all."""
+    matrices = [module.weight for module in model.blocks.modules() if isinstance(module, nn.Linear)]
     tables = list(dict.fromkeys([model.embed.weight, model.head.weight]))  # one if they are tied
-    assert Counter(matrices + gains + tables) == Counter(model.parameters()), "a parameter has no optimizer, or two"
+    others = [p for p in model.parameters() if p not in {*matrices, *tables}]  # gains, and what you add
+    adam = [dict(params=tables, lr=adam_lr, weight_decay=weight_decay), dict(params=others, lr=adam_lr, weight_decay=0)]
     optimizers = []
-    adam = [dict(params=tables, lr=adam_lr, weight_decay=weight_decay), dict(params=gains, lr=adam_lr, weight_decay=0)]
     if optimizer == "adamw":
         adam.append(dict(params=matrices, lr=learning_rate, weight_decay=weight_decay))
     else:
         optimizers.append(optim.Muon(
-            matrices, lr=learning_rate, variant=optimizer, momentum=momentum, weight_decay=weight_decay, gamma=gamma,
-            beta2=beta2, eps=muon_eps, ns_steps=ns_steps, ns_eps=ns_eps, adjust_lr_fn=adjust_lr_fn, compile=compile,
+            matrices,
+            lr=learning_rate,
+            variant=optimizer,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            gamma=gamma,
+            beta2=beta2,
+            eps=muon_eps,
+            ns_steps=ns_steps,
+            ns_eps=ns_eps,
             ns_dtype=torch.bfloat16 if fast_bf16() else torch.float32,
-            state_dtype=torch.bfloat16 if param_dtype == "bfloat16" else None))
+            adjust_lr_fn=adjust_lr_fn,
+            state_dtype=torch.bfloat16 if param_dtype == "bfloat16" else None,
+            compile=compile,
+        ))
     optimizers.append(torch.optim.AdamW(adam, betas=(adam_beta1, adam_beta2), eps=adam_eps, fused=True))
     for group in (group for opt in optimizers for group in opt.param_groups):
         group["initial_lr"] = group["lr"]
@@ -297,8 +324,13 @@ def parameter_table(model: Model, optimizers: list[torch.optim.Optimizer]) -> st
         rows.update(f"{names[p]:26} {str(tuple(p.shape)):16} {how}" for p in group["params"])
     return "\n".join(f"{count:3} x {row}" for row, count in rows.items())
 
+def set_schedules(step: int, optimizers: list[torch.optim.Optimizer]) -> None:
+    """Sets what changes from update to update. Groups have lr and weight_decay, Muon's have momentum too."""
+    for group in (group for opt in optimizers for group in opt.param_groups):
+        group["lr"] = group["initial_lr"] * lr_factor(step)
+
 def lr_factor(step: int) -> float:
-    """Of both peak learning rates, at update 0 to max_iters - 1."""
+    """The part of their peaks that both learning rates have at update 0 to max_iters - 1."""
     if step < warmup_iters:
         return (step + 1) / warmup_iters
     if schedule == "cosine":
@@ -313,6 +345,7 @@ def lr_factor(step: int) -> float:
 @torch.no_grad()
 def evaluate(model: Model, shards: Shards) -> tuple[float, float]:
     """Mean cross-entropy (nats per token) and accuracy over the first val_tokens, whatever the batch and world size."""
+    model.eval()
     total = min(max(1, val_tokens // block_size), shards.windows)
     mine, sums = range(rank, total, world), torch.zeros(2, dtype=torch.float64, device=device)
     for i in range(0, len(mine), micro_batch_size):
@@ -324,30 +357,8 @@ def evaluate(model: Model, shards: Shards) -> tuple[float, float]:
             sums[1] += (logits.argmax(-1) == y).sum()
     if world > 1:
         dist.all_reduce(sums)
+    model.train()
     return tuple((sums / (total * block_size)).tolist())
-
-@torch.no_grad()
-def sample(model: Model, shards: Shards) -> str:
-    """The beginning of the validation split, a bar, and sample_tokens tokens that go on from it at temperature 0.8."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = prompt = shards.read([0])[0][0, :32].tolist()
-    for _ in range(sample_tokens):
-        with autocast():
-            logits = model(torch.tensor([ids[-block_size:]], device=device))[0, -1, :shards.vocab].float().cpu()
-        ids = ids + [int(torch.multinomial(F.softmax(logits / 0.8, -1), 1, generator=generator))]
-    return decode(prompt, shards) + "|" + decode(ids[len(prompt):], shards)
-
-def decode(ids: list[int], shards: Shards) -> str:
-    """The text of these ids, or the ids themselves where their tokenizer is not at hand."""
-    with contextlib.suppress(Exception):  # it is not installed, or its vocabulary is not here
-        if shards.vocab == 257:
-            return bytes(i for i in ids if i < 256).decode(errors="replace")
-        if shards.vocab == 50257:
-            import tiktoken
-            return tiktoken.get_encoding("gpt2").decode(ids)
-        import sentencepiece
-        return sentencepiece.SentencePieceProcessor(str(shards.files[0].with_name("tokenizer.model"))).decode(ids)
-    return " ".join(map(str, ids))
 
 def flops_per_token(model: Model) -> int:
     """Of forward and backward (PaLM paper, appendix B): 6 a matrix parameter, 12 n_layer D T for attention."""
@@ -393,32 +404,69 @@ def save(folder: Path, content: dict) -> None:
         old.unlink()
 
 def newest_first(folder: Path) -> list[Path]:
-    """By the time of writing, as a run may have gone back to an older step."""
-    return sorted(folder.glob("step_*.pt"), key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
+    return sorted(folder.glob("step_*.pt"), reverse=True)
 
-def load(folder: Path) -> dict | None:
-    """The checkpoint at --resume=PATH, or for auto the newest one in `folder` that is whole; None if it has none."""
-    paths = newest_first(folder) if resume == "auto" else [Path(resume)]
+def find(folder: Path) -> Path | None:
+    """The checkpoint that --resume=PATH or --init_from=PATH names, for --resume=auto the newest in `folder`. It is one
+    whose parts have the checksums that torch.save wrote beside them. None for a run that begins anew."""
+    named = resume or init_from
+    paths = newest_first(folder) if named == "auto" else [Path(named)] if named else []
     for path in paths:
         try:
-            if damaged := zipfile.ZipFile(path).testzip():  # compares the checksums that torch.save has written
-                raise ValueError(f"{damaged} does not match its checksum")
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except Exception as error:  # it may be any file
-            if path == paths[-1]:
-                sys.exit(f"cannot resume from {path}: {error}; give another --resume, or begin with a new --run_name")
-            print(f"passing over {path}: {error}", file=sys.stderr)
+            problem = zipfile.ZipFile(path).testzip()
+        except (OSError, zipfile.BadZipFile) as error:
+            problem = error
+        if not problem:
+            return path
+        print(f"passing over {path}, which is damaged: {problem}", file=sys.stderr)
+    if paths:
+        sys.exit(f"cannot resume from {path}: {problem}; give another path, or begin with a new --run_name")
+
+def restore(path: Path, model: Model, optimizers: list[torch.optim.Optimizer]) -> dict:
+    """Loads weights and, by the parameters' names, optimizer state. Returns the checkpoint."""
+    saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    if different := saved["model"].keys() ^ model.state_dict().keys():
+        sys.exit(f"{path} is of another model, as only one of both has {', '.join(sorted(different))}")
+    model.load_state_dict(saved["model"])
+    if init_from and not resume:
+        return saved
+    if saved["globals"]["optimizer"] != optimizer:
+        sys.exit(f"{path} is of --optimizer={saved['globals']['optimizer']}; go on with it")
+    for opt in optimizers:
+        names = enumerate(parameter_names(model, opt))
+        state = {i: saved["optimizer"][name] for i, name in names if name in saved["optimizer"]}
+        opt.load_state_dict({"state": state, "param_groups": opt.state_dict()["param_groups"]})  # of this run
+        for t in (t for entry in opt.state.values() for t in entry.values()):
+            if world > 1 and not isinstance(opt, optim.Muon):  # whose state is not the same on all ranks
+                dist.broadcast(t, 0)
+    return saved
+
+def optimizer_state(model: Model, optimizers: list[torch.optim.Optimizer]) -> dict:
+    """The buffers of each parameter by its name, on rank 0; all ranks have to call it."""
+    state = {}
+    for opt in optimizers:
+        whole = opt.full_state_dict() if isinstance(opt, optim.Muon) else opt.state_dict()
+        names = parameter_names(model, opt)
+        state |= {names[i]: buffers for i, buffers in whole.get("state", {}).items()}
+    return state
+
+def parameter_names(model: Model, opt: torch.optim.Optimizer) -> list[str]:
+    names = {p: name for name, p in model.named_parameters()}
+    return [names[p] for group in opt.param_groups for p in group["params"]]
 
 # ---- Main ------------------------------------------------------------------------------------------------------------
 
-def start_ranks() -> None:
-    """Settles what depends on the machine: micro_batch_size, dtype, device, threads, process group."""
+def settle_defaults() -> None:
+    """Sets dtype and micro_batch_size where they are left to the machine and the number of ranks."""
     global micro_batch_size, dtype
     if dtype == "auto":
         dtype = "bfloat16" if param_dtype == "bfloat16" or fast_bf16() else "float32"
     micro_batch_size = micro_batch_size or max(1, batch_size // world)
     if batch_size % (micro_batch_size * world):
         sys.exit(f"--batch_size={batch_size} is no multiple of --micro_batch_size={micro_batch_size} x {world} ranks")
+
+def init_ranks() -> None:
+    """Takes this rank's GPU, or its share of the cores, and joins the others."""
     if device == "cuda":
         torch.cuda.set_device(local_rank)
         torch.backends.cuda.matmul.allow_tf32 = True
@@ -426,10 +474,9 @@ def start_ranks() -> None:
         for option, value in (-4, 0), (-1, -1), (-2, 2**28):  # M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD
             ctypes.CDLL(None).mallopt(option, value)
     if world > 1:
-        torch.set_num_threads(max(1, os.cpu_count() // int(os.environ["LOCAL_WORLD_SIZE"])))
-        store = next(dist.rendezvous("env://"))[0]  # torchrun's outlives a restart: the ranks that died left keys in it
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-        dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=world)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
+        dist.init_process_group("nccl" if device == "cuda" else "gloo")
 
 def build_model(vocab: int) -> Model:
     global compile
@@ -472,45 +519,44 @@ def open_log(path: Path, facts: str, settings: dict):
         print(line, flush=True)
         with open(path, "a", encoding="utf-8") as file:
             print(line, file=file)
-        if line.startswith("step:"):
+        if line.startswith(("step:", "final ")):
             figures = {name: float(x) for name, x in re.findall(r"(\w+):(-?\d[\d.]*(?:e[-+]\d+)?)", line)}
             for track in trackers:
-                track(figures, step=int(figures["step"]))
+                track(figures, step=int(figures.get("step", max_iters)))
     return log
 
-def update(step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer], shards: Shards):
-    """One update. Returns an event, and what may be read once it has come, while a GPU is at the next update: loss,
-    norm of the gradient, 1 if the update was skipped, number of ranks that got a signal."""
-    mean_loss = 0.0
-    accumulate = batch_size // (micro_batch_size * world)
+def update(step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer], shards: Shards, skip: bool = False):
+    """One update. Returns the loss of this rank's sequences, the norm of the whole gradient, and 1 if nothing changed,
+    as this norm is not finite or `skip` is true: tensors () on the device, so that nobody waits for a GPU."""
+    loss, accumulate = 0.0, batch_size // (micro_batch_size * world)
     for k in range(accumulate):
         first = (k * world + rank) * micro_batch_size
         x_BT, y_BT = shards.batch(step, range(first, first + micro_batch_size))
         with model.no_sync() if world > 1 and k < accumulate - 1 else contextlib.nullcontext():
             with autocast():
-                loss = model(x_BT, y_BT) / accumulate
-            loss.backward()
-        mean_loss += loss.detach()
+                part = model(x_BT, y_BT) / accumulate
+            part.backward()
+        loss += part.detach()
     norm = nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
-    skip = (~norm.isfinite()).float()
+    skipped = (~norm.isfinite() | skip).float()
+    set_schedules(step, optimizers)
     for opt in optimizers:
-        for group in opt.param_groups:
-            group["lr"] = group["initial_lr"] * lr_factor(step)
-        opt.found_inf = skip  # where it is 1, Muon and the fused AdamW change nothing
+        opt.found_inf = skipped  # where it is 1, Muon and the fused AdamW change nothing
         opt.step()
         opt.zero_grad()
-    figures = torch.stack([mean_loss / world, norm / world, skip / world, torch.full_like(norm, bool(signals))])
-    if world > 1:
-        dist.all_reduce(figures)
-    figures = figures.to("cpu", non_blocking=True)
-    computed = torch.get_device_module(device).Event()
-    computed.record()
-    return computed, figures
+    return loss, norm, skipped
+
+def on_signal(number: int, frame) -> None:
+    """At the next line of its log the run saves and stops; at a second Ctrl-C it ends at once. torchrun sends both."""
+    if number == signal.SIGINT and number in signals:
+        raise KeyboardInterrupt
+    signals.append(number)
 
 def main(argv: list[str]) -> None:
     # data, and the checkpoint to go on from
     configure(argv)
-    start_ranks()
+    init_ranks()
+    settle_defaults()
     train_shards, val_shards = Shards(dataset, "train"), Shards(val_dataset or dataset, "val")
     vocab = vocab_size or -(-train_shards.vocab // 64) * 64
     if train_shards.vocab != val_shards.vocab or train_shards.vocab > vocab:
@@ -518,87 +564,86 @@ def main(argv: list[str]) -> None:
                  f"the model {vocab}; prepare both with one tokenizer and leave --vocab_size at 0")
     run = run_name or Path(resume).parent.name or f"{preset}-{optimizer}-seed{seed}"
     log_path, checkpoint_folder = Path("logs", f"{run}.txt"), Path("checkpoints", run)
-    if log_path.exists() and not resume and rank == 0:
+    if log_path.exists() and not resume and not eval_only and rank == 0:
         sys.exit(f"{log_path} exists; give another --run_name, or go on with --resume=auto")
-    start = load(checkpoint_folder) if resume else None
-    if start and start["globals"]["optimizer"] != optimizer:
-        sys.exit(f"the checkpoint is of --optimizer={start['globals']['optimizer']}; go on with it")
+    paths = [find(checkpoint_folder) if rank == 0 else None]
+    if world > 1:
+        dist.broadcast_object_list(paths)
 
-    # model and optimizers; the first update compiles, outside the clock, and is undone
+    # model and optimizers
     begin = time.perf_counter()
     model = parallel = build_model(vocab)
-    settings = {name: globals()[name] for name in GLOBALS}
     optimizers = build_optimizers(model)
-    start = start or dict(step=0, train_time=0.0, skipped=0, globals=settings, optimizers=[{} for _ in optimizers],
-                          model={name: t.to("cpu", copy=True) for name, t in model.state_dict().items()})
+    settings = {name: globals()[name] for name in GLOBALS}
+    start = dict(step=0, train_time=0.0, skipped=0, globals=settings)
+    if paths[0]:
+        saved = restore(paths[0], model, optimizers)
+        start = saved if resume else start
+    if eval_only:
+        return print("val_loss:{:.5f} val_acc:{:.4f}".format(*evaluate(model, val_shards)))
     if world > 1:
-        steps = [None] * world
-        dist.all_gather_object(steps, start["step"])
-        assert len(set(steps)) == 1, f"ranks found checkpoints of updates {steps}: is checkpoints/ on a shared disk?"
         parallel = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
-    update(0, parallel, optimizers, train_shards)
-    model.load_state_dict(start["model"])
-    for opt, state in zip(optimizers, start["optimizers"], strict=True):  # hyperparameters are this run's
-        opt.load_state_dict(torch.optim.Optimizer.state_dict(opt) | {"state": state})
+    update(0, parallel, optimizers, train_shards, skip=True)  # compiles, outside the clock, and changes nothing
     compile_time = time.perf_counter() - begin
 
+    # log
     facts = (f"torch: {torch.__version__}\nhardware: {hardware()}\nworld_size: {world}\n"
              f"parameters: {sum(p.numel() for p in model.parameters())}\n{parameter_table(model, optimizers)}\n")
     log = open_log(log_path, facts, settings) if rank == 0 else lambda line: None
+    first, train_time = start["step"], start["train_time"]
     if resume:
         old = start["globals"] | {"resume": resume}
         changed = ",".join(f"{name}={value}" for name, value in settings.items() if old.get(name) != value)
-        log(f"resumed:step:{start['step']} world_size:{world} changed:{changed}")
+        log(f"resumed:step:{first} world_size:{world} changed:{changed}")
+        for path in newest_first(checkpoint_folder) if rank == 0 else ():
+            if int(path.stem[5:]) > first:  # the run went back behind it
+                path.rename(path.with_suffix(".abandoned"))
 
-    # training
+    # training: updates, and pauses between them, in which the clock stands
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: signals.append(1))
-    first, train_time, skipped = start["step"], start["train_time"], start["skipped"]
+        signal.signal(number, on_signal)
+    step, skipped, in_a_row = first, torch.tensor(float(start["skipped"]), device=device), 0
     del start
-    step, stop, diverged, unread = first, False, False, []  # unread: of updates that a GPU may still be at
-    mark, clock = (step, train_time), time.perf_counter()
     while True:
         last = step >= max_iters
-        validating, saving, logging = (last or step % interval == 0 for interval in
-                                       (eval_interval, checkpoint_interval, log_interval))
-        pausing = validating or saving or logging or stop or diverged
-        while len(unread) > (0 if pausing else 1):
-            computed, figures = unread.pop(0)
-            computed.synchronize()
-            loss, norm, skip, votes = figures.tolist()
-            skipped += round(skip)
-            stop = stop or votes > 0
-            diverged = diverged or not math.isfinite(loss)
-        if pausing:
-            torch.get_device_module(device).synchronize()
-            train_time += time.perf_counter() - clock
-            if validating:
-                val_loss, val_acc = evaluate(model, val_shards)
-                diverged = diverged or not math.isfinite(val_loss)
-            line = f"step:{step}/{max_iters}" + (f" val_loss:{val_loss:.5f}" if validating else "")
-            line += f" train_time:{train_time:.3f}s step_avg:{1000 * train_time / max(1, step):.2f}ms"
-            line += f" val_acc:{val_acc:.4f}" if validating else ""
-            if step > first:
-                per_update, tokens = (train_time - mark[1]) / (step - mark[0]), batch_size * block_size
-                line += (f" train_loss:{loss:.5f} grad_norm:{norm:.4f} lr:{learning_rate * lr_factor(step - 1):.6g}"
-                         f" skipped:{skipped} tokens_per_s:{tokens / per_update:.0f}"
-                         f" mfu:{mfu(model, tokens / per_update)} time_left:{(max_iters - step) * per_update:.0f}s")
-            log(line)
-            if diverged:
-                log(f"diverged: a loss up to update {step} is not finite")
-                sys.exit("go on from a checkpoint with --resume=PATH and a lower --learning_rate")
-            if step > first and (last or stop or saving):
-                states = [opt.state_dict()["state"] for opt in optimizers]  # all ranks take part
-                if rank == 0:
-                    save(checkpoint_folder, dict(
-                        step=step, train_time=train_time, skipped=skipped, model=model.state_dict(), optimizers=states,
-                        globals=settings, script=Path(__file__).name, vocab=train_shards.vocab, eot=train_shards.eot))
-                del states
-            if last or stop:
-                break
-            mark, clock = (step, train_time), time.perf_counter()
-        unread.append(update(step, parallel, optimizers, train_shards))
-        step += 1
+        validating, saving = (last or step % interval == 0 for interval in (eval_interval, checkpoint_interval))
+        val_loss, val_acc = evaluate(model, val_shards) if validating else (0.0, 0.0)
+        line = f"step:{step}/{max_iters}" + f" val_loss:{val_loss:.5f}" * validating
+        line += f" train_time:{train_time:.3f}s step_avg:{1000 * train_time / max(1, step):.2f}ms"
+        line += f" val_acc:{val_acc:.4f}" * validating
+        stop = False
+        if step > first:
+            figures = torch.stack([loss / world, torch.full_like(loss, bool(signals))])
+            if world > 1:
+                dist.all_reduce(figures)
+            stop = figures[1] > 0
+            line += (f" train_loss:{figures[0]:.5f} grad_norm:{norm:.4f} lr:{learning_rate * lr_factor(step - 1):.6g}"
+                     f" skipped:{skipped:.0f} tokens_per_s:{tokens_per_s:.0f} mfu:{mfu(model, tokens_per_s)}"
+                     f" time_left:{(max_iters - step) * batch_size * block_size / tokens_per_s:.0f}s")
+        log(line)
+        if in_a_row >= max_skips or not math.isfinite(val_loss):
+            log(f"diverged: no finite loss or gradient at update {step}; go on from an earlier checkpoint with"
+                " --resume=PATH and a lower --learning_rate")
+            sys.exit(int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) == 0)  # else torchrun would replay it all
+        if step > first and (last or stop or saving):
+            state = optimizer_state(model, optimizers)  # all ranks take part
+            if rank == 0:
+                save(checkpoint_folder, dict(
+                    step=step, train_time=train_time, skipped=skipped.item(), model=model.state_dict(), optimizer=state,
+                    globals=settings, script=Path(__file__).name, vocab=train_shards.vocab, eot=train_shards.eot))
+            del state
+        if last or stop:
+            break
+        pause = min(max_iters, *(step - step % n + n for n in (log_interval, eval_interval, checkpoint_interval)))
+        tokens, clock = (pause - step) * batch_size * block_size, time.perf_counter()
+        while step < pause:
+            loss, norm, skip = update(step, parallel, optimizers, train_shards)
+            skipped += skip
+            in_a_row = (in_a_row + 1) * skip
+            step += 1
+        torch.get_device_module(device).synchronize()
+        seconds = time.perf_counter() - clock
+        train_time, tokens_per_s = train_time + seconds, tokens / seconds
 
     # the end
     if last:
@@ -608,9 +653,6 @@ def main(argv: list[str]) -> None:
         log(f"final val_loss:{val_loss:.5f} val_ppl:{math.exp(min(val_loss, 700)):.4f} val_acc:{val_acc:.4f}"
             f" train_time:{train_time:.3f}s peak_memory_mib:{memory / 2**20:.0f}"
             f" optimizer_state_mib:{state / 2**20:.1f} compile_time:{compile_time:.1f}s")
-        if rank == 0 and sample_tokens:
-            with torch.compiler.set_stance("force_eager"):
-                log("sample: " + sample(model, val_shards))
     else:
         log(f"stopped at update {step}; the same command with --resume=auto goes on")
     if world > 1 and device == "cuda":
