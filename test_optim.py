@@ -5,6 +5,7 @@ precision, one rank against several, state dicts, and compilation.
     python -m pytest -q test_optim.py        # about a minute on 2 cores
 """
 import copy
+import itertools
 import os
 import subprocess
 import sys
@@ -102,7 +103,7 @@ class Reference:
         if self.variant == "muon2":
             self.V = self.b2 * self.V + (1 - self.b2) * G**2
             O = ns(tilde / (np.sqrt(self.V) + self.eps))
-        m, n = self.W.shape
+        m, n = self.W.shape  # no O: this class has no rule for the variant yet
         s = {"original": max(1, m / n) ** 0.5, "match_rms_adamw": 0.2 * max(m, n) ** 0.5,
              "frobenius": 0.2 * (m * n) ** 0.5 / np.linalg.norm(O)}[self.adjust]
         self.W = self.W * (1 - self.lr * self.wd) - self.lr * s * O
@@ -229,6 +230,9 @@ def gram(X, steps=5, coefficients=JORDAN):
     O = optim.newton_schulz_gram(wide[None].clone(memory_format=torch.contiguous_format), steps, coefficients)[0]
     return O.T if X.size(0) > X.size(1) else O
 
+POLAR_EXPRESS = [(8.2051, -22.9019, 16.4607), (4.0664, -2.8612, 0.5184), (3.9096, -2.8234, 0.5250),  # with its factors
+                 (3.2856, -2.4153, 0.4853), (2.2779, -1.6198, 0.3985), (1.8726, -1.2307, 0.3585)]     # for safety
+
 def spectrum(kind, m, n):
     """A float64 matrix of Frobenius norm 1 with the singular values of `kind`."""
     generator = torch.Generator().manual_seed(m + n)
@@ -241,19 +245,21 @@ def spectrum(kind, m, n):
 @pytest.mark.parametrize("steps", range(8))
 def test_three_forms_of_newton_schulz_are_one_in_float64(steps):
     """Ours, ours in fewer operations, and the published one, to float64 rounding as the polynomial amplifies it."""
-    for shape in (10, 40), (40, 10), (16, 16), (16, 24), (1, 7):
-        X = spectrum("gaussian", *shape)
-        for O in newton_schulz(X, steps, eps=0.0, dtype=torch.float64), gram(X, steps):
-            torch.testing.assert_close(O, standard(X, steps), rtol=1e-9, atol=1e-9)
+    for coefficients in JORDAN, POLAR_EXPRESS:
+        for shape in (10, 40), (40, 10), (16, 16), (16, 24), (1, 7):
+            X = spectrum("gaussian", *shape)
+            plain = newton_schulz(X, steps, 0.0, torch.float64, coefficients)
+            for O in plain, gram(X, steps, coefficients):
+                torch.testing.assert_close(O, standard(X, steps, coefficients), rtol=1e-9, atol=1e-9)
 
 @pytest.mark.parametrize("shape", [(192, 192), (192, 576), (512, 128), (128, 352)], ids=str)
 def test_precision_of_newton_schulz(shape):
     """|O - O_float64| in bf16 at most 1.25 times the standard form's: the fewer operations may not cost exactness."""
-    for kind in "gaussian", "1/i", "1/sqrt(i)":
+    for kind, c in itertools.product(["gaussian", "1/i", "1/sqrt(i)"], [JORDAN, POLAR_EXPRESS]):
         X = spectrum(kind, *shape)
-        exact = standard(X)
-        ours, usual = ((O.double() - exact).norm() for O in (gram(X.bfloat16()), standard(X.bfloat16())))
-        assert ours <= 1.25 * usual, kind
+        ours, usual = gram(X.bfloat16(), coefficients=c), standard(X.bfloat16(), coefficients=c)
+        exact = standard(X, coefficients=c)
+        assert (ours.double() - exact).norm() <= 1.25 * (usual.double() - exact).norm(), kind
 
 def test_singular_values_end_around_one():
     """Five steps bring those above 1 % of the norm to where the polynomial turns, [0.68, 1.21]; bf16 adds some 0.02."""
@@ -315,9 +321,14 @@ def test_a_state_of_another_variant_or_model_is_refused():
     opt = Muon(params, variant="muon-vs", compile=False)
     run(opt, params, 1)
     for other in Muon(params, variant="muon"), Muon(parameters((8, 16))):
-        state = {"state": opt.state_dict()["state"], "param_groups": other.state_dict()["param_groups"]}
-        with pytest.raises(ValueError, match="another model or variant"):
-            other.load_state_dict(state)
+        own = {"state": opt.state_dict()["state"], "param_groups": other.state_dict()["param_groups"]}
+        for state in own, opt.state_dict():
+            with pytest.raises(ValueError, match="another model or variant"):
+                other.load_state_dict(state)
+    older = copy.deepcopy(opt.state_dict())
+    del older["param_groups"][0]["gamma"]  # saved before there was this option
+    opt.load_state_dict(older)
+    assert opt.param_groups[0]["gamma"] == 10.0
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_found_inf_changes_nothing_and_counts_no_step(variant):
@@ -351,9 +362,12 @@ def test_what_is_no_matrix_or_no_variant_is_refused():
     matrices = parameters((4, 4))
     for params, options, message in (([torch.nn.Parameter(torch.zeros(4))], {}, "AdamW"),
                                      (matrices, dict(variant="vs"), "muon-vs"),
-                                     (matrices, dict(adjust_lr_fn="rms"), "frobenius")):
+                                     (matrices, dict(adjust_lr_fn="rms"), "frobenius"),
+                                     (matrices, dict(lr=-1), "lr is -1")):
+        opt = Muon(parameters((4, 4)))
         with pytest.raises(ValueError, match=message):
-            Muon(params, **options)
+            opt.add_param_group(dict(params=params, **options))
+        assert len(opt.param_groups) == 1
 
 def test_large_gradients_and_long_runs_in_fp32_are_finite():
     """Gradients of 1e-12 and 1e12, where squares come near fp32's ends; the updates stay of their size."""
@@ -397,7 +411,8 @@ def ranks_worker(rank, folder):
             group(ranks, f"{variant}-{ranks}")
             params, opt = build(variant)
             half = run(opt, params, 15)
-            saved = opt.full_state_dict()
+            saved, share = opt.full_state_dict(), opt.state_dict() if rank == 0 else None  # which waits for nobody
+            opt.load_state_dict(opt.state_dict())
             run(opt, params, 15, start=15)
             close(params, alone)
             everyone = [None] * ranks
@@ -407,6 +422,8 @@ def ranks_worker(rank, folder):
             assert kept <= 1.3 * whole / ranks  # so few matrices cannot be shared evenly
             dist.destroy_process_group()
     if rank == 0:  # of the two ranks, adamuon
+        with pytest.raises(ValueError, match="full_state_dict"):
+            build("adamuon")[1].load_state_dict(share)
         torch.save((half, saved), f"{folder}/half.pt")
     Path(folder, f"done-{rank}").touch()
     while not all(Path(folder, f"done-{r}").exists() for r in range(3)):

@@ -505,7 +505,9 @@ def init_ranks() -> None:
     if world > 1:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
-        dist.init_process_group("nccl" if device == "cuda" else "gloo")
+        store = next(dist.rendezvous("env://"))[0]  # torchrun's, which after a restart still has the keys of ranks that
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", ""), store)  # died (pytorch issue 135712)
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=world)
 
 def build_model(vocab: int) -> Model:
     global compile

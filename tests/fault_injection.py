@@ -93,19 +93,39 @@ def damage(name, rng):
         data[rng.randrange(len(data) - 999):][:999] ^= 1
     data[:{"truncated": rng.randrange(len(data)), "empty": 0}.get(name, len(data))].tofile(path)
 
-def rank_killed(rank, name):
-    """Under torchrun --max-restarts=3, which starts all ranks again."""
-    words = [f"--{key}={value}" for key, value in (SETTINGS | dict(run_name=name)).items()]
+def torchrun(name, **settings):
+    """Starts two ranks under torchrun --max-restarts=3, which after a failure starts all ranks again."""
+    words = [f"--{key}={value}" for key, value in (SETTINGS | dict(run_name=name) | settings).items()]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=3"]
+    return subprocess.Popen([*command, str(ROOT / "train_gpt.py"), *words], stdout=-3, stderr=-3)  # DEVNULL
+
+def text(name):
     log = Path(f"logs/{name}.txt")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=3"]
-    launcher = subprocess.Popen([*torchrun, str(ROOT / "train_gpt.py"), *words], stdout=-3, stderr=-3)  # DEVNULL
-    if rank is not None:
-        while not log.exists() or "step:4/" not in log.read_text():
-            time.sleep(0.005)
-        children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-        ranks = {Path(f"/proc/{pid}/environ").read_bytes().split(b"\0LOCAL_RANK=")[1][:1]: pid for pid in children}
-        os.kill(int(ranks[b"%d" % rank]), signal.SIGKILL)
-    return launcher.wait() == 0 and log.read_text().count("resumed:step:") > (rank is not None)
+    return log.read_text() if log.exists() else ""
+
+def at_update_4(name):
+    launcher = torchrun(name)
+    while "step:4/" not in text(name):
+        time.sleep(0.005)
+    return launcher
+
+def rank_killed(rank, name):
+    launcher = at_update_4(name)
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    ranks = {Path(f"/proc/{pid}/environ").read_bytes().split(b"\0LOCAL_RANK=")[1][:1]: pid for pid in children}
+    os.kill(int(ranks[b"%d" % rank]), signal.SIGKILL)
+    return launcher.wait() == 0 and text(name).count("resumed:step:") > 1
+
+def torchrun_stopped(which, name):
+    launcher = at_update_4(name)
+    launcher.send_signal(which)
+    launcher.wait()
+    return "\nstopped at update" in text(name) and torchrun(name).wait() == 0
+
+def diverged(name):
+    """A second start would replay the run into the same end."""
+    code = torchrun(name, learning_rate=1e30, max_skips=4, checkpoint_interval=100).wait()
+    return code == 0 and text(name).count("\ndiverged: ") == text(name).count("\nresumed:") == 1
 
 if __name__ == "__main__":
     began, rng = time.time(), random.Random(1)
@@ -123,8 +143,12 @@ if __name__ == "__main__":
     kept_whole = kept == ["step_00000006.pt", "step_00000008.pt"]
     report("disk full while saving", code == 1 and kept_whole and goes_on("disk"))
     if not SHORT:
-        assert rank_killed(None, "ranks")
+        assert torchrun("ranks").wait() == 0
         for name, rank in dict(a=0, b=1, c=0, d=1).items():
             report(f"rank {rank} killed, --max-restarts=3", rank_killed(rank, name) and goes_on(name, "ranks"))
+        for which in signal.SIGTERM, signal.SIGINT:
+            name = f"torchrun-{which.name}"
+            report(f"{which.name} to torchrun", torchrun_stopped(which, name) and goes_on(name, "ranks"))
+        report("divergence under --max-restarts=3", diverged("diverged"))
     print(f"{time.time() - began:.0f} s\nfaults injected {injected}, runs lost {lost}")
     sys.exit(bool(lost))
