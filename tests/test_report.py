@@ -9,7 +9,7 @@ from scipy import stats
 from common import train, write_tiny
 import report
 
-SOURCE = '"""train_gpt.py\nstep:9/9 val_loss:0.1\n"""\n# optimizer\nlearning_rate = 0.01\ngamma = 10.0\n# schedule\n'
+SOURCE = '"""python train_gpt.py\nstep:9/9 val_loss:0.1\n"""\n# optimizer\nlearning_rate = 0.01\ngamma = 10.0\n# schedule\n'
 FINAL = {"muon": (1.00, 1.04, 1.01), "muon-vs": (0.98, 1.01, 0.97)}  # losses of seeds 1, 2, 3
 
 def log(optimizer="muon", seed=1, final=1.0, ms=10.0, **settings):
@@ -39,12 +39,14 @@ def make(*argv):
         report.main(["logs", *argv])
     return [{row[""]: row for row in rows} for rows in tables]
 
-def test_reads_the_scripts_own_log(tmp_path, monkeypatch):
+@pytest.mark.parametrize("title", ["gpt", "llama"])
+def test_reads_the_scripts_own_log(title, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_tiny()
-    train("a", seed=3, eval_interval=4)
+    train("a", script=f"train_{title}.py", seed=3, eval_interval=4)
     run = report.Run("logs/a.txt", open("logs/a.txt").read())
-    assert (run.title, run.seed, run.problem, run.own["lr"]) == ("gpt", "3", "", "0.01") and "gamma" in run.own
+    assert (run.title, run.seed, run.problem, run.own["lr"]) == (title, "3", "", "0.01") and "gamma" in run.own
+    assert run.unit == "nats per token" and report.Run("a", log(dataset="pysrc")).unit == "nats per byte"
     assert {"n_layer", "batch_size", "max_iters", "dtype"} <= run.shared.keys()
     assert list(run.points["val_loss"].dropna().index) == [0, 4, 8] and run.points["train_loss"].count() == 8
 

@@ -48,7 +48,8 @@ class Run:
         else:
             self.settings = {"optimizer": Path(name).absolute().parent.name}
             self.facts = dict(re.findall(r"(device_name|world_size)=(.+?)(?: with|$)", "".join(parts[1:]), re.M))
-        self.title = re.search(r"train_(gpt|llama)\.py|$", self.source)[1] or "runs"
+        self.title = re.search(r"python train_(gpt|llama)\.py|$", self.source)[1] or "runs"  # its own first command
+        self.unit = "nats per byte" if self.settings.get("dataset") == "pysrc" else "nats per token"
         self.read(parts[3] if self.ours else "".join(parts[1:] or parts))
         self.seed = self.settings.get("seed", name)
         section = re.search(r"^# optimizer\n(.*?)^# |\Z", self.source, re.M | re.S)[1] or ""
@@ -124,7 +125,7 @@ class Row:
     """An optimizer at one setting. `runs`: seed -> the run that counts; `repeats`: further runs of these seeds."""
 
     def __init__(self, runs: list[Run]):
-        self.config, self.optimizer, self.runs = runs[0].own, runs[0].own["optimizer"], {}
+        self.config, self.optimizer, self.unit, self.runs = runs[0].own, runs[0].own["optimizer"], runs[0].unit, {}
         self.repeats = [run for run in runs if self.runs.setdefault(run.seed, run) is not run]
 
     def curve(self, column: str, clock: bool = False) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -280,7 +281,7 @@ def curves(rows: list[Row], columns: list[str], clock: bool):
             x, (mean, half) = x.mean(axis=1), np.transpose([interval(values) for values in loss.to_numpy()])
             ax.plot(x, mean, label=f"{row.label} (n={len(row.runs)})", **look)
             ax.fill_between(x, mean - half, mean + half, color=look["color"], alpha=0.1, linewidth=0)
-        ax.set(xlabel=["updates", "training time (s)"][i], ylabel=f"{LOSSES[columns[j]]} (nats per token)")
+        ax.set(xlabel=["updates", "training time (s)"][i], ylabel=f"{LOSSES[columns[j]]} ({rows[0].unit})")
         ax.grid(alpha=0.3)
     fig.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=len(columns), fontsize=8)
     return fig
@@ -301,7 +302,7 @@ def sweep(rows: list[Row], key: str):
         ax.errorbar(x, mean, np.nan_to_num(half), marker="o", capsize=3, label=name(peers[0]), **looks[peers[0]])
     for row in flat:
         ax.axhline(row.last("val_loss").mean(), label=row.label, **looks[row])
-    ax.set(xscale="log", xlabel=SWEEPS[key], ylabel="final validation loss (nats per token)")
+    ax.set(xscale="log", xlabel=SWEEPS[key], ylabel=f"final validation loss ({rows[0].unit})")
     ax.grid(alpha=0.3)
     fig.legend(loc="outside lower center", ncols=2, fontsize=8)
     return fig
