@@ -99,25 +99,26 @@ def test_what_is_not_whole_is_named_and_never_averaged(logs, name, text, told):
     test_tables(logs)
     assert re.search(f"logs/{name}.txt: .*{told}", open("report/report.md").read())
 
+@pytest.mark.filterwarnings("ignore:Precision loss")  # some seeds are alike
 def test_the_map_by_hand_with_rates_that_seed_9_chose(logs):
     """Of muon-vs, 100 · 4^(5/6) updates end where 400 of muon do by seed 1, 100 · 4^(1/2) by seed 2."""
     for optimizer, updates, *finals in [("muon", 100, 2.0, 2.2), ("muon", 400, 1.0, 1.2), ("muon-vs", 100, 2.0, 2.0),
                                         ("muon-vs", 400, 0.8, 0.4), ("muon2", 400)]:
-        for rate, tuning, shift in (0.01, 3.0, 0), (0.02, 3.1, -0.3), (0.005, 3.2, None):
-            for seed, final in zip((9, 1, 2) if shift is not None else (9,), (tuning, *finals)):
-                text = log(optimizer, seed, final + (shift or 0) * (seed < 9), learning_rate=rate, batch_size=8,
-                           max_iters=updates, warmup_iters=updates // 10, block_size=1250)
+        settings = dict(batch_size=8, max_iters=updates, warmup_iters=updates // 10, block_size=1250)
+        for rate, losses in (0.01, [3.0, *finals]), (0.02, [3.1, *np.multiply(finals, 0.7)]), (0.005, [3.2]):
+            for seed, loss in zip((9, 1, 2), losses):
+                text = log(optimizer, seed, loss, learning_rate=rate, **settings)
                 (logs / f"map-{optimizer}-{updates}-{rate}-{seed}.txt").write_text(text)
-    cells, rates, losses, pairs, *_ = make("--only=map", "--tuned_on=9")
+    cells, rates, losses, *_ = make("--only=map", "--tuned_on=9")
     assert list(cells[1].values()) == ["gpt-2", 8, 400, 4.0, "muon lr=0.01", "1.1000 ± 1.2706", "muon-vs lr=0.01",
                                        "0.6000 ± 2.5412", "+0.5000 ± 3.8119", 2, "+35.3 ± 186.6"]
-    assert cells[0]["updates saved (%)"] == "–" and rates["muon"] == {"": "muon", 0.005: "3.2000", 0.01: "3.0000", 0.02: "3.1000"}
-    assert list(losses) == ["muon lr=0.01", "muon lr=0.02", "muon-vs lr=0.01", "muon-vs lr=0.02"] and pairs["muon lr=0.02"]
-    mirrored = make("--only=map", "--tuned_on=9", "--baseline=muon-vs")[0][1]
+    assert cells[0]["updates saved (%)"] == "–" and rates["muon"][0.005] == "3.2000"
+    assert list(losses) == ["muon lr=0.01", "muon lr=0.02", "muon-vs lr=0.01", "muon-vs lr=0.02"]
+    assert {"gpt-map.png", "gpt-sweep-lr.png"} < {path.name for path in logs.parent.glob("report/*")}
+    mirrored = make("--only=map.*0.0[12]", "--tuned_on=9", "--baseline=muon-vs")[0][1]  # 0.01 is now the lowest rate
     assert (mirrored["gain"], mirrored["updates saved (%)"]) == ("-0.5000 ± 3.8119", "-35.3 ± 186.6")
-    assert {"gpt-map.png", "gpt-sweep-lr.png", "gpt-2-sweep-lr.png"} < {path.name for path in logs.parent.glob("report/*")}
-    notes = make("--only=map.*0.0[12]", "--tuned_on=9") and open("report/report.md").read().partition("## Notes")[2]
-    assert "gpt: muon lr=0.01, best at seed 9, is at an end of the rates" in notes and "muon2 lr=0.01, best at seed 9, has no other" in notes
+    notes = open("report/report.md").read()
+    assert "gpt: muon lr=0.01, best at seed 9, is at an end of its" in notes and "gpt-2: muon2 lr=0.01, best at" in notes
 
 def test_what_a_resumed_run_does_again_counts(logs):
     head, tail = log("muon-vs", 4).split("step:400")
@@ -131,11 +132,11 @@ def test_experiments_are_kept_apart_and_rows_named_by_what_differs(logs):
     (logs / "longer.txt").write_text(log(n_layer=64))
     for gamma in 1.0, 1000.0:
         (logs / f"{gamma}.txt").write_text(log("muon-nsr", gamma=gamma))
-    losses, *_, other, cost = make("--svg")
+    losses, *_, other, cost = make("--format=svg")
     nsr = ["muon-nsr lr=0.01 gamma=1", "muon-nsr lr=0.01 gamma=1000"]
     assert list(losses) == ["muon lr=0.01", *nsr, "muon-vs lr=0.01"] and list(other) == list(cost) == ["muon lr=0.01"]
     found = [path.name for path in logs.parent.glob("report/*")]
-    assert {"gpt-curves.png", "gpt-sweep-gamma.svg", "gpt-2-curves.png"} < set(found)
+    assert {"gpt-curves.svg", "gpt-sweep-gamma.svg", "gpt-2-curves.svg"} < set(found)
 
 def test_modded_nanogpt_and_archives(logs):
     for i, (folder, end) in enumerate([("base", 200), ("base", 200), ("early", 125)]):
@@ -149,11 +150,13 @@ def test_modded_nanogpt_and_archives(logs):
     with tarfile.open("logs.tar.xz", "w:xz") as archive:
         archive.add("logs")
     (run, *_), _ = report.read_logs(["logs.tar.xz"], only="base")
-    assert run.name == "logs.tar.xz/logs/base/0.txt" and run.last("train_time") == 18
+    assert run.name == "logs.tar.xz/logs/base/0.txt" and run.last["train_time"] == 18
 
-def test_no_two_lines_look_alike():
-    ax, = report.plot([({}, {f"optimizer{i}": [(1, 2, 3)] for i in range(25)})], 1).axes
-    assert len({(line.get_color(), line.get_linestyle()) for line in ax.lines}) == 25
+def test_no_two_lines_look_alike(monkeypatch):
+    figures = []
+    monkeypatch.setattr(report.Figure, "savefig", lambda fig, path, dpi: figures.append(fig))
+    report.plot(report.Path("a.png"), [({}, {f"optimizer{i}": [(1, 2, 3)] for i in range(25)})], 1)
+    assert len({(line.get_color(), line.get_linestyle()) for line in figures[0].axes[0].lines}) == 25
 
 def test_zeroshot(logs):
     scores = {task: {f"{metric},none": 0.5 + 0.01 * i} for i, (task, metric) in enumerate(report.ZEROSHOT.items())}

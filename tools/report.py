@@ -4,11 +4,13 @@ Makes tables and figures from training logs; the last line is "wrote report/repo
     python tools/report.py logs --out=report                              # every .txt below a folder
     python tools/report.py records/small/logs.tar.xz --only=/gpt/         # those of an archive with /gpt/ in their path
     python tools/report.py results/muonh results/adamh --baseline=adamh   # modded-nanogpt's: a row for each folder
+    python tools/report.py logs --tuned_on=101                            # seed 101 only chose the rates
     python tools/report.py --zeroshot muon=a.json muon-vs=b.json          # results of lm-eval-harness
 
 Runs that share model, data, budget, schedule and precision are an experiment; in it each optimizer, at each setting of
-what the script lists under "# optimizer", is a row; of more than ten rows, curves show each optimizer's best. Only
-whole runs are averaged; what is left out is named.
+what the script lists under "# optimizer", is a row; of more than ten rows, curves show each optimizer's best. Where no
+more than batch size and length differ, a map shows what each optimizer at its best gains over the baseline. Only whole
+runs are averaged; what is left out is named.
 """
 import argparse, itertools, json, math, re, sys, tarfile
 from pathlib import Path
@@ -23,9 +25,10 @@ LOSSES = {"val_loss": "validation loss", "train_loss": "smoothed training loss"}
 RUN_SETTINGS = set("""  seed preset run_name resume micro_batch_size activation_checkpointing log_interval eval_interval
     checkpoint_interval keep_checkpoints sample_tokens wandb tensorboard device compile allow_change log_dir data_dir
     checkpoint_dir check_shards profile threads timeout_minutes max_skipped""".split())  # say nothing of the experiment
-OWN = ["optimizer", "param_dtype", "stochastic_rounding", "resumed", "updates"]  # make a row, as do the listed ones
-MAPPED = ["batch_size", "max_iters", "warmup_iters"]  # experiments that differ in nothing else are cells of a map
-SWEEPS = {"lr": "peak learning rate of the matrices", "gamma": "variance coefficient γ"}
+OWN = {"optimizer", "param_dtype", "stochastic_rounding", "resumed", "updates"}  # of a row, as what the script lists
+MAPPED = ["batch_size", "max_iters", "warmup_iters"]  # in which the cells of a map differ
+SWEEPS = {"lr": "peak learning rate of the matrices", "adam_lr": "peak learning rate of AdamW's parameters",
+          "gamma": "variance coefficient γ"}
 ZEROSHOT = {"arc_easy": "acc_norm", "hellaswag": "acc_norm", "lambada_openai": "acc", "piqa": "acc_norm", "race": "acc",
             "record": "f1", "sglue_rte": "acc", "truthfulqa_mc1": "acc", "truthfulqa_mc2": "acc", "winogrande": "acc"}
 
@@ -33,8 +36,8 @@ ZEROSHOT = {"arc_easy": "acc_norm", "hellaswag": "acc_norm", "lambada_openai": "
 
 class Run:
     """A log of train_gpt.py, train_llama.py or modded-nanogpt. points: a row for each logged update, with val_loss,
-    val_acc, train_loss, train_time (s). final: figures of the final line. shared, own: the settings that make an
-    experiment, and those that make a row of it. problem: why the run is not averaged, if it is not."""
+    val_acc, train_loss, train_time (s); last: the last with val_loss. final: figures of the final line. shared, own:
+    the settings that make an experiment, and those that make a row of it. problem: why it does not count, if so."""
 
     def __init__(self, name: str, text: str):
         self.name, self.final, self.problem = name, {}, ""
@@ -53,7 +56,7 @@ class Run:
         self.read(parts[3] if self.ours else "".join(parts[1:] or parts))
         self.seed = self.settings.get("seed", name)
         listed = re.search(r"^# optimizer\n(.*?)^# |\Z", self.source, re.M | re.S)[1] or ""
-        own = {*OWN, *re.findall(r"^(\w+) = ", listed, re.M)}
+        own = OWN.union(re.findall(r"^(\w+) = ", listed, re.M))
         self.own = {key.replace("learning_rate", "lr"): x for key, x in self.settings.items() if key in own}
         self.shared = {key: x for key, x in self.settings.items() if key not in own | RUN_SETTINGS}
 
@@ -77,14 +80,12 @@ class Run:
                 step = int(match[1])
                 points.setdefault(step, {}).update(figures(line))
         self.points = pd.DataFrame.from_dict(points, "index", columns="val_loss val_acc train_loss train_time".split())
-        evaluated = self.points["val_loss"].dropna().index
+        evaluated = self.points.dropna(subset="val_loss")
+        self.last = evaluated.tail(1).squeeze()
         if evaluated.empty or self.ours and not self.final:
             self.problem = self.problem or f"cut or unfinished after update {step}"
         elif not self.ours:  # those of track 3 may stop before their schedule ends: each length is a row
-            self.settings["updates"] = str(evaluated[-1])
-
-    def last(self, column: str) -> float:
-        return self.points.loc[self.points["val_loss"].last_valid_index(), column]
+            self.settings["updates"] = str(evaluated.index[-1])
 
 def figures(line: str) -> dict[str, float]:
     """The numbers of a line; times in seconds."""
@@ -94,8 +95,6 @@ def figures(line: str) -> dict[str, float]:
 def texts(paths: list[str]):
     """Path and text of each .txt in these files, folders and archives."""
     for path in map(Path, paths):
-        if not path.exists():
-            sys.exit(f"there is no {path}; give logs, folders or .tar.xz archives of them")
         if path.is_file() and tarfile.is_tarfile(path):
             with tarfile.open(path) as archive:
                 for member in (m for m in archive if m.name.endswith(".txt")):
@@ -112,7 +111,7 @@ def read_logs(paths: list[str], only: str = "", by_code: bool = False) -> tuple[
         run.own |= {"code": str(codes.setdefault(run.source, len(codes) + 1))} if by_code or not run.ours else {}
         same = str([sorted(run.own.items()), sorted(run.shared.items()), run.seed]) if run.ours else text
         if not run.problem and (first := runs.setdefault(same, run)) is not run:
-            run.problem = f"ends at {run.last('val_loss'):.5f} and repeats {first.name}, {first.last('val_loss'):.5f}"
+            run.problem = f"ends at {run.last['val_loss']:.5f} and repeats {first.name}, {first.last['val_loss']:.5f}"
         notes += [f"{name}: {run.problem}; left out"] * bool(run.problem)
     return [*runs.values()], notes
 
@@ -124,7 +123,7 @@ class Row:
     def __init__(self, runs: list[Run]):
         self.config, self.optimizer, self.unit = runs[0].own, runs[0].own["optimizer"], runs[0].unit
         self.runs = {run.seed: run for run in runs}
-        self.final = pd.Series({run.seed: run.last("val_loss") for run in runs})
+        self.final = pd.Series({run.seed: run.last["val_loss"] for run in runs})
 
     def curve(self, column: str, clock: bool = False) -> tuple[pd.DataFrame, pd.DataFrame]:
         """Updates (or seconds) and losses, (updates, seeds) each, at the updates that all seeds have."""
@@ -139,16 +138,16 @@ def group(items: list, key) -> list[list]:
     return [list(peers) for _, peers in pd.Series(items).groupby([str(key(item)) for item in items], sort=False)]
 
 def without(row: Row, key: str) -> str:
-    """The row's name less one of its settings."""
     return re.sub(rf" {key}=\S+", "", row.label)
 
 class Experiment:
-    """Runs that share all but what makes a row. `tuning`: rows of the seed that only chooses among them; `rows`: of all
-    other seeds. `best`: optimizer -> its row with the lowest loss at that seed or, without one, with the most seeds, then
-    the lowest mean. `tried`: those of `tuning` that differ from it in the rate. `base`: the row to compare with."""
+    """Runs that share all but what makes a row. `tuning`: rows of the seed that only chooses among them; `rows`: of the
+    others. `best`: optimizer -> its row with the lowest loss at that seed or, without one, with the most seeds and the
+    lowest mean. `tried`: of a rate -> rows of `tuning` that differ from it in that alone. `base`: to compare with."""
 
-    def __init__(self, runs: list[Run], baseline: str, tuned_on: str):
-        self.runs, self.best, self.tried, self.notes = runs, {}, [], []
+    def __init__(self, number: int, runs: list[Run], baseline: str, tuned_on: str):
+        self.title = runs[0].title + f"-{number}" * (number > 1)
+        self.runs, self.best, self.tried, self.notes = runs, {}, {}, []
         self.batch, self.updates, context = (int(runs[0].shared.get(key, 0)) for key in [*MAPPED[:2], "block_size"])
         self.tokens = float(f"{self.batch * self.updates * context / 1e6:.3g}")  # millions
         rows = [Row(peers) for peers in group(runs, lambda run: (run.seed == tuned_on, sorted(run.own.items())))]
@@ -156,30 +155,31 @@ class Experiment:
         self.rows = [row for row in rows if tuned_on not in row.runs]
         for peers in group(rows, lambda row: row.optimizer):
             for row in peers:  # its name has what sets it apart
-                shown = [f"{name}={x}" for name, x in row.config.items() if name in ("lr", "updates") or "nsr" in row.optimizer
-                         and name == "gamma" or any(peer.config.get(name) != x for peer in peers)]
+                shown = [f"{key}={x}" for key, x in row.config.items() if key in ("lr", "updates") or key == "gamma"
+                         and "nsr" in row.optimizer or any(peer.config.get(key) != x for peer in peers)]
                 row.label = " ".join([row.optimizer, *shown])
             tuned = [row for row in peers if row in self.tuning]
             best = min(tuned or peers, key=lambda row: (-len(row.final), row.final.mean()))
-            line = [row for row in tuned if without(row, "lr") == without(best, "lr")]
-            self.tried += line
             self.best |= {row.optimizer: row for row in peers if row.label == best.label and row not in tuned}
             chosen = f"{best.label}, best at seed {tuned_on}, "
-            self.notes += [chosen + "is at an end of the rates tried"] * (best in line[:1] + line[-1:])
             self.notes += [chosen + "has no other seed"] * (best.optimizer not in self.best)
+            for key in [key for key in ("lr", "adam_lr") if f" {key}=" in best.label]:
+                line = [row for row in tuned if without(row, key) == without(best, key)]
+                self.tried.setdefault(key, []).extend(line)
+                self.notes += [chosen + f"is at an end of its values of {key}"] * (best in line[:1] + line[-1:])
         self.base = next((row for row in self.rows if row.label == baseline), self.best.get(baseline))
-        self.notes += [f"no row of the baseline {baseline}; choose another --baseline"] * (not self.base and len(self.rows) > 0)
+        if self.rows and not self.base:
+            self.notes.append(f"no row of the baseline {baseline}; choose another --baseline")
 
 def experiments(runs: list[Run], baseline: str, tuned_on: str) -> list[list[Experiment]]:
-    """Those that may form a map together, by batch size and updates; the most runs first."""
-    runs = sorted(runs, key=lambda run: [*(float(run.settings.get(key, 0)) for key in MAPPED), run.own["optimizer"],
-                                         *(float(run.own.get(key, 0)) for key in ("lr", "gamma", "updates"))])
-    found = group(runs, lambda run: sorted(item for item in run.shared.items() if item[0] not in MAPPED))
-    found = [[Experiment(same, baseline, tuned_on) for same in group(peers, lambda run: sorted(run.shared.items()))]
-             for peers in sorted(found, key=len, reverse=True)]
-    for i, e in enumerate(sum(found, [])):
-        e.title = e.runs[0].title + f"-{i + 1}" * (i > 0)
-    return found
+    """Those that differ in nothing but MAPPED together, by batch size and updates; most runs first."""
+    runs = sorted(runs, key=lambda run: ([float(run.shared.get(key, 0)) for key in MAPPED], run.own["optimizer"],
+                                         [float(run.own.get(key, 0)) for key in ("lr", "adam_lr", "gamma", "updates")]))
+    families = group(runs, lambda run: sorted(item for item in run.shared.items() if item[0] not in MAPPED))
+    numbers = itertools.count(1)
+    return [[Experiment(next(numbers), same, baseline, tuned_on)
+             for same in group(family, lambda run: sorted(run.shared.items()))]
+            for family in sorted(families, key=len, reverse=True)]
 
 def describe(runs: list[Run]) -> str:
     """Model, data, budget, schedule and precision: all settings that the runs share; then the machines."""
@@ -197,7 +197,7 @@ def interval(x) -> tuple[float, float]:
     return x.mean(skipna=False), stats.t.ppf(0.975, len(x) - 1) * x.sem(skipna=False)
 
 def reach(x, loss, target: float) -> float:
-    """First x, linear between points, at which loss has come down to the target; nan if not between the first and last."""
+    """First x, linear between points, where loss has come down to the target; nan if it starts lower or never does."""
     x, loss = np.asarray(x, float), np.asarray(loss, float)
     i = int(np.argmax(loss <= target))
     if loss[i] > target or loss[0] < target:
@@ -205,17 +205,16 @@ def reach(x, loss, target: float) -> float:
     return float(np.interp(target, loss[[i, i - 1]], x[[i, i - 1]])) if i else float(x[0])
 
 def saved(lengths, base, row) -> float:
-    """Final losses of runs of these lengths -> share by which the row's last can be shorter, linear in log(length), to end
-    at the baseline's; if it ends above that, less the share by which the baseline's can be. nan: below the shortest."""
+    """Final losses of runs of these lengths -> share by which the row's last can be shorter, linear in log(length), to
+    end at the baseline's; if it ends above, less the share by which that one's can be. nan: below the shortest."""
     if row[-1] > base[-1]:
         return -saved(lengths, row, base)
     return 1 - math.exp(reach(np.log(lengths), row, base[-1])) / lengths[-1]
 
 def paired(base: pd.Series, row: pd.Series) -> tuple[int, tuple[float, float], float]:
     """Number of common seeds, mean and half-width of base − row over them, two-sided p of the paired t-test."""
-    difference = (base - row).dropna()
-    p = stats.ttest_1samp(difference, 0).pvalue if len(difference) > 1 else math.nan
-    return len(difference), interval(difference), p
+    gain = (base - row).dropna()
+    return len(gain), interval(gain), stats.ttest_1samp(gain, 0).pvalue if len(gain) > 1 else math.nan
 
 def update_ms(run: Run) -> float:
     """Mean milliseconds of the 200 updates after the first 10, as in the paper; nan if there are not so many."""
@@ -236,10 +235,9 @@ def tables(rows: list[Row], base: Row | None, columns: list[str], clock: bool) -
     for row in rows:
         name, (_, loss) = {"": row.label}, row.curve("val_loss")
         at = np.transpose([np.interp(SHARES * loss.index[-1], loss.index, loss[seed]) for seed in loss])
-        losses.append(name | {"seeds": len(row.final)})
-        losses[-1] |= {f"{share:.0%}": number(interval(x)) for share, x in zip(SHARES, at)}
-        accuracy = interval([run.last("val_acc") for run in row.runs.values()])
-        losses[-1] |= {"PPL": number(np.exp(row.final.mean()), 3), "accuracy": number(accuracy)}
+        losses.append(name | {"seeds": len(row.final)} | {f"{s:.0%}": number(interval(x)) for s, x in zip(SHARES, at)})
+        losses[-1] |= {"PPL": number(np.exp(row.final.mean()), 3),
+                       "accuracy": number(interval([run.last["val_acc"] for run in row.runs.values()]))}
         if row in others:
             n, difference, p = paired(base.final, row.final)
             pairs.append(name | {"Δ": number(base.final.mean() - row.final.mean(), sign="+"), "common seeds": n,
@@ -259,28 +257,29 @@ def tables(rows: list[Row], base: Row | None, columns: list[str], clock: bool) -
 def rates(rows: list[Row]) -> str:
     losses = {(without(row, "lr"), float(row.config["lr"])): number(row.final.mean()) for row in rows}
     losses = pd.Series(losses).unstack(fill_value="–").reset_index(names="")
-    return markdown(f"Final validation loss at seed {min(rows[0].runs)}, which chose the rates.", losses.to_dict("records"))
+    return markdown(f"Final loss at seed {min(rows[0].runs)}, which chose the rates.", losses.to_dict("records"))
 
 def speedups(rows: list[Row], base: Row, column: str, clock: bool) -> str:
     """How many times sooner the rows are at the losses that the baseline has at SHARES of its updates."""
-    def curve(row):
-        return [part.assign(mean=part.mean(axis=1)) for part in row.curve(column, clock)]
-    (base_x, base_loss), lines = curve(base), []
-    targets = {s: np.interp(SHARES * loss.index[-1], loss.index, loss) for s, loss in base_loss.items()}
+    base_x, base_loss = (part.assign(mean=part.mean(axis=1)) for part in base.curve(column, clock))
+    targets, lines = {s: np.interp(SHARES * loss.index[-1], loss.index, loss) for s, loss in base_loss.items()}, []
     for row in rows:
-        x, loss = curve(row)
+        x, loss = (part.assign(mean=part.mean(axis=1)) for part in row.curve(column, clock))
         times = [[reach(base_x[s], base_loss[s], target) / reach(x[s], loss[s], target) for target in targets[s]]
-                 for s in loss if s in targets]  # seeds, then the mean curves; shares
+                 for s in loss if s in targets]  # of each seed, then of the mean curves
         lines.append({"": row.label} | {
             f"{share:.0%}: {target:.4f}": number(mean, 2) + f" ({number(interval(seeds), 2)})" * (len(seeds) > 1)
             for share, target, (*seeds, mean) in zip(SHARES, targets["mean"], np.transpose(times))})
-    return markdown(f"Speedup over {base.label} in {'training time' if clock else 'updates'}, to the {LOSSES[column]} at "
-                    "shares of its updates: of the mean curves (seed by seed). –: not reached (by one at least).", lines)
+    return markdown(f"Speedup over {base.label} in {'training time' if clock else 'updates'}, to its {LOSSES[column]} "
+                    "at shares of its updates: of mean curves (seed by seed). –: not reached (by one at least).", lines)
 
-def gains(family: list[Experiment], baseline: str) -> tuple[list[dict], Figure | None]:
-    """The map: its table, a row for each cell and optimizer, and a panel for each optimizer that has several cells."""
+def gains(family: list[Experiment], baseline: str, path: Path) -> list[str]:
+    """The map: a row of a table for each cell and optimizer, and a panel for each optimizer that has several cells."""
     table, finals, panels = [], {}, {}
-    for e, row in [(e, row) for e in family if e.base for row in e.best.values() if row is not e.base]:
+    pairs = [(e, row) for e in family if e.base for row in e.best.values() if row is not e.base]
+    if not pairs or len({(e.batch, e.updates) for e in family}) < 2:
+        return []
+    for e, row in pairs:
         upto = finals.setdefault((row.optimizer, e.batch), {})  # updates -> losses, of the lengths up to this one
         upto[e.updates] = e.base.final, row.final
         losses = pd.concat(sum(upto.values(), ()), axis=1, join="inner").to_numpy()
@@ -290,13 +289,18 @@ def gains(family: list[Experiment], baseline: str) -> tuple[list[dict], Figure |
                       "baseline": e.base.label, "its loss": number(interval(e.base.final)), "optimizer": row.label,
                       "loss": number(interval(row.final)), "gain": number(gain, sign="+"), "seeds": n,
                       "updates saved (%)": number(interval(shares), 1, "+")})
-        lines = panels.setdefault(row.optimizer, {baseline: []} | {f"batch {x.batch}": [] for x in family})
+        lines = panels.setdefault(row.optimizer, {baseline: []} | {f"batch {x.batch}": [] for x, _ in pairs})
         lines[baseline].append((e.tokens, 0, 0))
         lines[f"batch {e.batch}"].append((e.tokens, *gain))
-    ticks = sorted({e.tokens for e in family})
-    axes = dict(xlabel="training tokens (M)", ylabel=f"gain over {baseline} ({family[0].runs[0].unit})", xscale="log", xticks=ticks, xticklabels=ticks)
+    ticks = sorted({e.tokens for e, _ in pairs})
+    axes = dict(xscale="log", xticks=ticks, xticklabels=ticks, xlabel="training tokens (M)",
+                ylabel=f"gain over {baseline} ({family[0].runs[0].unit})")
     panels = [(axes | {"title": name}, lines) for name, lines in panels.items() if len(lines[baseline]) > 1]
-    return table, plot(panels, len(panels), marker="o") if panels else None
+    caption = ("Gain: the baseline's final loss less the optimizer's, each at its best, paired by seed, with the 95 % "
+               "Student-t interval. Updates saved: how much shorter its run could be to end at the baseline's loss "
+               "(if below 0, the baseline's to end at its), by seed, linear in log(length); –: below the shortest run.")
+    report = [f"## {family[0].title}: the map\n", describe(sum((e.runs for e in family), [])), markdown(caption, table)]
+    return report + (plot(path, panels, len(panels), "o") if panels else [])
 
 def zeroshot(specs: list[str]) -> str:
     """[NAME=]FILE of lm-eval-harness -> a row for each task, a column for each model."""
@@ -311,9 +315,8 @@ def zeroshot(specs: list[str]) -> str:
 
 # ---- Figures ---------------------------------------------------------------------------------------------------------
 
-def plot(panels: list[tuple[dict, dict]], columns: int, marker: str = ""):
-    """A panel for each pair: settings of its axes; its lines, name -> points (x, mean, half-width of the interval). With
-    a marker, bars too and one axis of y."""
+def plot(path: Path, panels: list[tuple[dict, dict]], columns: int, marker: str = "") -> list[str]:
+    """A figure; its line of the report. panels: settings of axes; name of a line -> points (x, mean, half-width)."""
     rows = len(panels) // columns
     fig = Figure(figsize=(1 + 5 * columns, 1 + 3.5 * rows + 0.1 * len(panels[0][1])), layout="constrained")
     for ax, (axes, lines) in zip(fig.subplots(rows, columns, squeeze=False, sharey=bool(marker)).flat, panels):
@@ -326,31 +329,35 @@ def plot(panels: list[tuple[dict, dict]], columns: int, marker: str = ""):
         ax.minorticks_off()
         ax.grid(alpha=0.3)
     fig.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=1 + columns, fontsize=8)
-    return fig
+    fig.savefig(path, dpi=90)
+    return [f"![{path.stem}]({path.name})\n"]
 
-def curves(rows: list[Row], columns: list[str], clock: bool):
+def curves(path: Path, rows: list[Row], columns: list[str], clock: bool) -> list[str]:
     """Losses over updates and, below, time, without the first fifth of the updates; bands are 95 % intervals."""
     panels = []
     for over_time, column in itertools.product([False, True][:1 + clock], columns):
         lines = {}
         for row in rows:
             x, loss = (part[part.index >= 0.2 * part.index[-1]] for part in row.curve(column, over_time))
-            lines[f"{row.label} (n={len(row.runs)})"] = [(at, *interval(y)) for at, y in zip(x.mean(axis=1), loss.to_numpy())]
+            points = zip(x.mean(axis=1), map(interval, loss.to_numpy()))
+            lines[f"{row.label} (n={len(row.runs)})"] = [(at, *y) for at, y in points]
         xlabel = "training time (s)" if over_time else "updates"
         panels.append((dict(xlabel=xlabel, ylabel=f"{LOSSES[column]} ({rows[0].unit})"), lines))
-    return plot(panels, len(columns))
+    return plot(path, panels, len(columns))
 
-def sweep(rows: list[Row], key: str):
-    """Final loss over a hyperparameter, a line for each optimizer that has several values; None if none has."""
+def sweep(path: Path, rows: list[Row], key: str) -> list[str]:
+    """Final loss over a hyperparameter, a line for each optimizer that has several values; nothing if none has."""
     lines = {without(peers[0], key): [(float(row.config[key]), *interval(row.final)) for row in peers]
              for peers in group(rows, lambda row: without(row, key)) if len(peers) > 1}
     if not lines:
-        return None
+        return []
     ticks = sorted({x for line in lines.values() for x, *_ in line})
     lines |= {row.label: [(x, *interval(row.final)) for x in ticks]
               for row in rows if key == "gamma" and "nsr" not in row.optimizer}
-    axes = dict(xscale="log", xlabel=SWEEPS[key], ylabel=f"final validation loss ({rows[0].unit})", xticks=ticks, xticklabels=ticks)
-    return plot([(axes, lines)], 1, marker="o")
+    seeds = {seed for row in rows for seed in row.runs}
+    axes = dict(title=f"seed {min(seeds)}" * (len(seeds) == 1), xlabel=SWEEPS[key], xscale="log", xticks=ticks,
+                xticklabels=ticks, ylabel=f"final validation loss ({rows[0].unit})")
+    return plot(path, [(axes, lines)], 1, "o")
 
 # ---- Main ------------------------------------------------------------------------------------------------------------
 
@@ -363,7 +370,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--tuned_on", default="", metavar="SEED", help="a seed that only chooses each optimizer's row")
     parser.add_argument("--clock", action="store_true", help="show times: each run had the same machine to itself")
     parser.add_argument("--by_code", action="store_true", help="a row for each version of the code that made the logs")
-    parser.add_argument("--svg", action="store_true", help="figures as SVG too")
+    parser.add_argument("--format", default="png", help="of the figures: png or svg")
     parser.add_argument("--zeroshot", nargs="+", default=[], metavar="[NAME=]JSON", help="results of lm-eval-harness")
     args = parser.parse_args(argv)
     runs, notes = read_logs(args.logs, args.only, args.by_code)
@@ -371,35 +378,21 @@ def main(argv: list[str]) -> None:
         parser.error("no whole run among these logs. " + "; ".join(notes))
     out, report = Path(args.out), []
     out.mkdir(parents=True, exist_ok=True)
-
-    def draw(title: str, kind: str, fig) -> list[str]:
-        """Saves the figure, if there is one; its lines of the report."""
-        for suffix in ["png", "svg"][:1 + args.svg] if fig else []:
-            fig.savefig(out / f"{title}-{kind}.{suffix}", dpi=90)
-        return [f"![{title}: {kind}]({title}-{kind}.png)\n"] * bool(fig)
-
     families = experiments(runs, args.baseline, args.tuned_on)
     for family in families:
-        cells = {(e.batch, e.updates) for e in family}
-        table, fig = gains(family, args.baseline) if len(cells) > 1 else ([], None)
-        if table:
-            report += [f"## {family[0].title}: the map\n", describe(sum((e.runs for e in family), [])), markdown(
-                "Gain: final loss of the baseline less the optimizer's, each at its best rate, paired over common seeds, "
-                "mean ± half-width of the 95 % Student-t interval. Updates saved: how much shorter the optimizer's runs "
-                "can be to end at the baseline's loss, seed by seed, linear in the logarithm of the length between its "
-                "runs; negative: how much shorter the baseline's to end at its. –: below the shortest.", table)]
-            report += draw(family[0].title, "map", fig)
+        report += gains(family, args.baseline, out / f"{family[0].title}-map.{args.format}")
     for e in sum(families, []):
         notes += [f"{e.title}: {text}" for text in e.notes]
-        report += [f"## {e.title}\n", describe(e.runs)]
+        cell = f": batch {e.batch}, {e.updates} updates" * (e.updates > 0)
+        report += [f"## {e.title}{cell}\n", describe(e.runs)]
         report += [rates(e.tuning)] if e.tuning else []
         if e.rows:
             columns = ["val_loss"] + ["train_loss"] * all(len(row.curve("train_loss")[1]) for row in e.rows)
             report += tables(e.rows, e.base, columns, args.clock)
             drawn = e.rows if len(e.rows) <= 10 else [*e.best.values()]
-            report += draw(e.title, "curves", curves(drawn, columns, args.clock))
+            report += curves(out / f"{e.title}-curves.{args.format}", drawn, columns, args.clock)
         for key in SWEEPS:
-            report += draw(e.title, f"sweep-{key}", sweep(key == "lr" and e.tried or e.rows, key))
+            report += sweep(out / f"{e.title}-sweep-{key}.{args.format}", e.tried.get(key) or e.rows, key)
     report += [zeroshot(args.zeroshot)] if args.zeroshot else []
     report += ["## Notes\n", *(f"- {text}" for text in notes)] if notes else []
     (out / "report.md").write_text("\n".join(report) + "\n", encoding="utf-8")
