@@ -4,19 +4,19 @@ Makes tables and figures from training logs; the last line is "wrote report/repo
     python tools/report.py logs --out=report                              # every .txt below a folder
     python tools/report.py records/small/logs.tar.xz --only=/gpt/         # those of an archive with /gpt/ in their path
     python tools/report.py results/muonh results/adamh --baseline=adamh   # modded-nanogpt's: a row for each folder
+    python tools/report.py logs --tuned_on=101                            # seed 101 only chose the rates
     python tools/report.py --zeroshot muon=a.json muon-vs=b.json          # results of lm-eval-harness
 
 Runs that share model, data, budget, schedule and precision are an experiment; in it each optimizer, at each setting of
-what the script lists under "# optimizer", is a row; of more than ten rows, curves show each optimizer's best. Only
-whole runs are averaged; what is left out is named.
+what the script lists under "# optimizer", is a row; of more than ten rows, curves show each optimizer's best. Where no
+more than batch size and length differ, a map shows what each optimizer at its best gains over the baseline. Only whole
+runs are averaged; what is left out is named.
 """
-import argparse, json, math, re, sys, tarfile
-from collections import Counter
+import argparse, itertools, json, math, re, sys, tarfile
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from matplotlib import colormaps
 from matplotlib.figure import Figure
 from scipy import stats
 
@@ -25,7 +25,10 @@ LOSSES = {"val_loss": "validation loss", "train_loss": "smoothed training loss"}
 RUN_SETTINGS = set("""  seed preset run_name resume micro_batch_size activation_checkpointing log_interval eval_interval
     checkpoint_interval keep_checkpoints sample_tokens wandb tensorboard device compile allow_change log_dir data_dir
     checkpoint_dir check_shards profile threads timeout_minutes max_skipped""".split())  # say nothing of the experiment
-SWEEPS = {"lr": "peak learning rate of the matrices", "gamma": "variance coefficient γ"}
+OWN = {"optimizer", "param_dtype", "stochastic_rounding", "resumed", "updates"}  # of a row, as what the script lists
+MAPPED = ["batch_size", "max_iters", "warmup_iters"]  # in which the cells of a map differ
+SWEEPS = {"lr": "peak learning rate of the matrices", "adam_lr": "peak learning rate of AdamW's parameters",
+          "gamma": "variance coefficient γ"}
 ZEROSHOT = {"arc_easy": "acc_norm", "hellaswag": "acc_norm", "lambada_openai": "acc", "piqa": "acc_norm", "race": "acc",
             "record": "f1", "sglue_rte": "acc", "truthfulqa_mc1": "acc", "truthfulqa_mc2": "acc", "winogrande": "acc"}
 
@@ -33,8 +36,8 @@ ZEROSHOT = {"arc_easy": "acc_norm", "hellaswag": "acc_norm", "lambada_openai": "
 
 class Run:
     """A log of train_gpt.py, train_llama.py or modded-nanogpt. points: a row for each logged update, with val_loss,
-    val_acc, train_loss, train_time (s). final: figures of the final line. shared, own: the settings that make an
-    experiment, and those that make a row of it. problem: why the run is not averaged, if it is not."""
+    val_acc, train_loss, train_time (s); last: the last with val_loss. final: figures of the final line. shared, own:
+    the settings that make an experiment, and those that make a row of it. problem: why it does not count, if so."""
 
     def __init__(self, name: str, text: str):
         self.name, self.final, self.problem = name, {}, ""
@@ -48,12 +51,12 @@ class Run:
         else:
             self.settings = {"optimizer": Path(name).absolute().parent.name}
             self.facts = dict(re.findall(r"(device_name|world_size)=(.+?)(?: with|$)", "".join(parts[1:]), re.M))
-        self.title = re.search(r"train_(gpt|llama)\.py|$", self.source)[1] or "runs"
+        self.title = re.search(r"python train_(gpt|llama)\.py|$", self.source)[1] or "runs"  # its own first command
+        self.unit = "nats per byte" if self.settings.get("dataset") == "pysrc" else "nats per token"
         self.read(parts[3] if self.ours else "".join(parts[1:] or parts))
         self.seed = self.settings.get("seed", name)
-        section = re.search(r"^# optimizer\n(.*?)^# |\Z", self.source, re.M | re.S)[1] or ""
-        own = {"optimizer", "param_dtype", "stochastic_rounding", "resumed", "updates",
-               *re.findall(r"^(\w+) = ", section, re.M)}
+        listed = re.search(r"^# optimizer\n(.*?)^# |\Z", self.source, re.M | re.S)[1] or ""
+        own = OWN.union(re.findall(r"^(\w+) = ", listed, re.M))
         self.own = {key.replace("learning_rate", "lr"): x for key, x in self.settings.items() if key in own}
         self.shared = {key: x for key, x in self.settings.items() if key not in own | RUN_SETTINGS}
 
@@ -65,8 +68,8 @@ class Run:
                 step, self.final, self.problem = int(re.match(r"resumed:step:(\d+)", line)[1]), {}, ""
                 points = {k: point for k, point in points.items() if k <= step}
                 changed = re.findall(r"(\w+)=(.*?)(?:\.0)?(?=,|$)", line.partition(" changed:")[2])
-                if changed := {key: x for key, x in changed if key not in RUN_SETTINGS}:
-                    self.settings |= changed | {"resumed": str(step)}
+                changed = {key: x for key, x in changed if key not in RUN_SETTINGS}
+                self.settings |= changed | {"resumed": str(step)} if changed else {}
             elif self.final:
                 continue  # the sample is any text
             elif line.startswith("diverged:") or re.search(" val_loss:(nan|inf)", line):
@@ -76,16 +79,13 @@ class Run:
             elif match := re.match(r"step:(\d+)/\d+ ", line):
                 step = int(match[1])
                 points.setdefault(step, {}).update(figures(line))
-        columns = ["val_loss", "val_acc", "train_loss", "train_time"]
-        self.points = pd.DataFrame.from_dict(points, orient="index").reindex(columns=columns).sort_index()
-        evaluated = self.points["val_loss"].dropna().index
+        self.points = pd.DataFrame.from_dict(points, "index", columns="val_loss val_acc train_loss train_time".split())
+        evaluated = self.points.dropna(subset="val_loss")
+        self.last = evaluated.tail(1).squeeze()
         if evaluated.empty or self.ours and not self.final:
             self.problem = self.problem or f"cut or unfinished after update {step}"
         elif not self.ours:  # those of track 3 may stop before their schedule ends: each length is a row
-            self.settings["updates"] = str(evaluated[-1])
-
-    def last(self, column: str) -> float:
-        return self.points.loc[self.points["val_loss"].last_valid_index(), column]
+            self.settings["updates"] = str(evaluated.index[-1])
 
 def figures(line: str) -> dict[str, float]:
     """The numbers of a line; times in seconds."""
@@ -95,8 +95,6 @@ def figures(line: str) -> dict[str, float]:
 def texts(paths: list[str]):
     """Path and text of each .txt in these files, folders and archives."""
     for path in map(Path, paths):
-        if not path.exists():
-            sys.exit(f"there is no {path}; give logs, folders or .tar.xz archives of them")
         if path.is_file() and tarfile.is_tarfile(path):
             with tarfile.open(path) as archive:
                 for member in (m for m in archive if m.name.endswith(".txt")):
@@ -106,26 +104,26 @@ def texts(paths: list[str]):
                 yield str(file), file.read_text(encoding="utf-8", errors="replace")
 
 def read_logs(paths: list[str], only: str = "", by_code: bool = False) -> tuple[list[Run], list[str]]:
-    """The whole runs, by name, and a note on each log that is none."""
-    runs, notes, seen, codes = [], [], {}, {}
+    """The whole runs, by name, and a note on each log that is none or repeats one."""
+    runs, notes, codes = {}, [], {}
     for name, text in sorted({name: text for name, text in texts(paths) if re.search(only, name)}.items()):
-        run, first = Run(name, text), seen.setdefault(text, name)
-        if by_code or not run.ours:
-            run.own["code"] = str(codes.setdefault(run.source, len(codes) + 1))
-        if problem := run.problem if first == name else f"the same log as {first}":
-            notes.append(f"{name}: {problem}; left out")
-        else:
-            runs.append(run)
-    return runs, notes
+        run = Run(name, text)
+        run.own |= {"code": str(codes.setdefault(run.source, len(codes) + 1))} if by_code or not run.ours else {}
+        same = str([sorted(run.own.items()), sorted(run.shared.items()), run.seed]) if run.ours else text
+        if not run.problem and (first := runs.setdefault(same, run)) is not run:
+            run.problem = f"ends at {run.last['val_loss']:.5f} and repeats {first.name}, {first.last['val_loss']:.5f}"
+        notes += [f"{name}: {run.problem}; left out"] * bool(run.problem)
+    return [*runs.values()], notes
 
 # ---- Experiments and their rows --------------------------------------------------------------------------------------
 
 class Row:
-    """An optimizer at one setting. `runs`: seed -> the run that counts; `repeats`: further runs of these seeds."""
+    """An optimizer at one setting. `runs`: seed -> run; `final`: seed -> its final validation loss."""
 
     def __init__(self, runs: list[Run]):
-        self.config, self.optimizer, self.runs = runs[0].own, runs[0].own["optimizer"], {}
-        self.repeats = [run for run in runs if self.runs.setdefault(run.seed, run) is not run]
+        self.config, self.optimizer, self.unit = runs[0].own, runs[0].own["optimizer"], runs[0].unit
+        self.runs = {run.seed: run for run in runs}
+        self.final = pd.Series({run.seed: run.last["val_loss"] for run in runs})
 
     def curve(self, column: str, clock: bool = False) -> tuple[pd.DataFrame, pd.DataFrame]:
         """Updates (or seconds) and losses, (updates, seeds) each, at the updates that all seeds have."""
@@ -136,60 +134,87 @@ class Row:
         x = {s: run.points["train_time"][y.index] if clock else y.index for s, run in self.runs.items()}
         return pd.DataFrame(x, index=y.index, dtype=float), y
 
-    def last(self, column: str) -> pd.Series:
-        return pd.Series({seed: run.last(column) for seed, run in self.runs.items()})
-
 def group(items: list, key) -> list[list]:
     return [list(peers) for _, peers in pd.Series(items).groupby([str(key(item)) for item in items], sort=False)]
 
-def experiments(runs: list[Run]) -> list[list[Row]]:
-    """The rows of each experiment, the largest one first. A row's name has what sets it apart."""
-    found = sorted(group(runs, lambda run: sorted(run.shared.items())), key=len, reverse=True)
-    found = [[Row(peers) for peers in group(runs, lambda run: sorted(run.own.items()))] for runs in found]
-    for rows in found:
-        for row in rows:
-            peers = [peer.config for peer in rows if peer.optimizer == row.optimizer]
-            always = ["lr", "updates"] + ["gamma"] * ("nsr" in row.optimizer)
-            shown = [f"{name}={x}" for name, x in row.config.items()
-                     if name in always or any(peer.get(name) != x for peer in peers)]
-            row.label = " ".join([row.optimizer, *shown])
-        rows.sort(key=lambda row: [float(x) if i % 2 else x for i, x in enumerate(  # numbers by value
-            re.split(r"(?<==)(-?\d[\d.]*(?:e[-+]?\d+)?)", row.label))])
-    return found
+def without(row: Row, key: str) -> str:
+    return re.sub(rf" {key}=\S+", "", row.label)
+
+class Experiment:
+    """Runs that share all but what makes a row. `tuning`: rows of the seed that only chooses among them; `rows`: of the
+    others. `best`: optimizer -> its row with the lowest loss at that seed or, without one, with the most seeds and the
+    lowest mean. `tried`: of a rate -> rows of `tuning` that differ from it in that alone. `base`: to compare with."""
+
+    def __init__(self, number: int, runs: list[Run], baseline: str, tuned_on: str):
+        self.title = runs[0].title + f"-{number}" * (number > 1)
+        self.runs, self.best, self.tried, self.notes = runs, {}, {}, []
+        self.batch, self.updates, context = (int(runs[0].shared.get(key, 0)) for key in [*MAPPED[:2], "block_size"])
+        self.tokens = float(f"{self.batch * self.updates * context / 1e6:.3g}")  # millions
+        rows = [Row(peers) for peers in group(runs, lambda run: (run.seed == tuned_on, sorted(run.own.items())))]
+        self.tuning = [row for row in rows if tuned_on in row.runs]
+        self.rows = [row for row in rows if tuned_on not in row.runs]
+        for peers in group(rows, lambda row: row.optimizer):
+            for row in peers:  # its name has what sets it apart
+                shown = [f"{key}={x}" for key, x in row.config.items() if key in ("lr", "updates") or key == "gamma"
+                         and "nsr" in row.optimizer or any(peer.config.get(key) != x for peer in peers)]
+                row.label = " ".join([row.optimizer, *shown])
+            tuned = [row for row in peers if row in self.tuning]
+            best = min(tuned or peers, key=lambda row: (-len(row.final), row.final.mean()))
+            self.best |= {row.optimizer: row for row in peers if row.label == best.label and row not in tuned}
+            chosen = f"{best.label}, best at seed {tuned_on}, "
+            self.notes += [chosen + "has no other seed"] * (best.optimizer not in self.best)
+            for key in [key for key in ("lr", "adam_lr") if f" {key}=" in best.label]:
+                line = [row for row in tuned if without(row, key) == without(best, key)]
+                self.tried.setdefault(key, []).extend(line)
+                self.notes += [chosen + f"is at an end of its values of {key}"] * (best in line[:1] + line[-1:])
+        self.base = next((row for row in self.rows if row.label == baseline), self.best.get(baseline))
+        if self.rows and not self.base:
+            self.notes.append(f"no row of the baseline {baseline}; choose another --baseline")
+
+def experiments(runs: list[Run], baseline: str, tuned_on: str) -> list[list[Experiment]]:
+    """Those that differ in nothing but MAPPED together, by batch size and updates; most runs first."""
+    runs = sorted(runs, key=lambda run: ([float(run.shared.get(key, 0)) for key in MAPPED], run.own["optimizer"],
+                                         [float(run.own.get(key, 0)) for key in ("lr", "adam_lr", "gamma", "updates")]))
+    families = group(runs, lambda run: sorted(item for item in run.shared.items() if item[0] not in MAPPED))
+    numbers = itertools.count(1)
+    return [[Experiment(next(numbers), same, baseline, tuned_on)
+             for same in group(family, lambda run: sorted(run.shared.items()))]
+            for family in sorted(families, key=len, reverse=True)]
 
 def describe(runs: list[Run]) -> str:
     """Model, data, budget, schedule and precision: all settings that the runs share; then the machines."""
     facts = pd.DataFrame([run.settings | run.facts for run in runs])
     names = "param_dtype parameters params device hardware device_name world_size torch".split()
     lines = [f"- {name}: {' and '.join(sorted(set(facts[name].dropna())))}" for name in names if name in facts]
-    shared = " ".join(f"{key}={x}" for key, x in runs[0].shared.items() if x) or "settings: those of the logs' sources"
-    return "\n".join([f"- {shared}", *lines, ""])
+    shared = [f"{key}={x}" for key, x in runs[0].shared.items() if x and all(run.shared.get(key) == x for run in runs)]
+    return "\n".join(["- " + (" ".join(shared) or "settings: those of the logs' sources"), *lines, ""])
 
 # ---- Statistics and tables -------------------------------------------------------------------------------------------
 
 def interval(x) -> tuple[float, float]:
     """Mean and half-width of its two-sided 95 % Student-t interval, nan for fewer than two values."""
-    return np.mean(x), stats.t.ppf(0.975, len(x) - 1) * stats.sem(x) if len(x) > 1 else math.nan
+    x = pd.Series(x, dtype=float)
+    return x.mean(skipna=False), stats.t.ppf(0.975, len(x) - 1) * x.sem(skipna=False)
 
 def reach(x, loss, target: float) -> float:
-    """First x, linear between points, at which loss has come down to the target; nan if it never does."""
+    """First x, linear between points, where loss has come down to the target; nan if it starts lower or never does."""
     x, loss = np.asarray(x, float), np.asarray(loss, float)
     i = int(np.argmax(loss <= target))
-    if loss[i] > target:
+    if loss[i] > target or loss[0] < target:
         return math.nan
     return float(np.interp(target, loss[[i, i - 1]], x[[i, i - 1]])) if i else float(x[0])
 
-def speedup(base_x, base_loss: pd.Series, x, loss) -> list[float]:
-    """How many times sooner `loss` is at the losses that `base_loss` has at SHARES of its updates."""
-    targets = np.interp(SHARES * base_loss.index[-1], base_loss.index, base_loss)
-    return [reach(base_x, base_loss, target) / reach(x, loss, target) for target in targets]
+def saved(lengths, base, row) -> float:
+    """Final losses of runs of these lengths -> share by which the row's last can be shorter, linear in log(length), to
+    end at the baseline's; if it ends above, less the share by which that one's can be. nan: below the shortest."""
+    if row[-1] > base[-1]:
+        return -saved(lengths, row, base)
+    return 1 - math.exp(reach(np.log(lengths), row, base[-1])) / lengths[-1]
 
 def paired(base: pd.Series, row: pd.Series) -> tuple[int, tuple[float, float], float]:
     """Number of common seeds, mean and half-width of base − row over them, two-sided p of the paired t-test."""
-    base, row = base.align(row, join="inner")
-    if len(base) < 2:
-        return len(base), (math.nan, math.nan), math.nan
-    return len(base), interval(base - row), float(stats.ttest_rel(base, row).pvalue)
+    gain = (base - row).dropna()
+    return len(gain), interval(gain), stats.ttest_1samp(gain, 0).pvalue if len(gain) > 1 else math.nan
 
 def update_ms(run: Run) -> float:
     """Mean milliseconds of the 200 updates after the first 10, as in the paper; nan if there are not so many."""
@@ -199,28 +224,26 @@ def update_ms(run: Run) -> float:
 def number(x, digits: int = 4, sign: str = "") -> str:
     """A number, or mean and half-width; – for nan."""
     mean, half = x if isinstance(x, tuple) else (x, math.nan)
-    text = f"{mean:{sign}.{digits}f}" if math.isfinite(mean) else "–"
-    return text + f" ± {half:.{digits}f}" * math.isfinite(half)
+    return (f"{mean:{sign}.{digits}f}" if math.isfinite(mean) else "–") + f" ± {half:.{digits}f}" * math.isfinite(half)
 
 def markdown(caption: str, rows: list[dict[str, str]]) -> str:
-    lines = [list(rows[0]), ["---"] + ["---:"] * (len(rows[0]) - 1), *(map(str, row.values()) for row in rows)]
-    return f"{caption}\n\n" + "".join("| " + " | ".join(line) + " |\n" for line in lines)
+    lines = [rows[0], ["---"] + ["---:"] * (len(rows[0]) - 1), *(row.values() for row in rows)]
+    return f"{caption}\n\n" + "".join("| " + " | ".join(map(str, line)) + " |\n" for line in lines)
 
 def tables(rows: list[Row], base: Row | None, columns: list[str], clock: bool) -> list[str]:
     losses, pairs, costs, others = [], [], [], [row for row in rows if base and row is not base]
     for row in rows:
-        name, final, (_, loss) = {"": row.label}, row.last("val_loss"), row.curve("val_loss")
+        name, (_, loss) = {"": row.label}, row.curve("val_loss")
         at = np.transpose([np.interp(SHARES * loss.index[-1], loss.index, loss[seed]) for seed in loss])
-        losses.append(name | {"seeds": len(final)})
-        losses[-1] |= {f"{share:.0%}": number(interval(x)) for share, x in zip(SHARES, at)}
-        losses[-1] |= {"PPL": number(np.exp(final.mean()), 3), "accuracy": number(interval(row.last("val_acc")))}
+        losses.append(name | {"seeds": len(row.final)} | {f"{s:.0%}": number(interval(x)) for s, x in zip(SHARES, at)})
+        losses[-1] |= {"PPL": number(np.exp(row.final.mean()), 3),
+                       "accuracy": number(interval([run.last["val_acc"] for run in row.runs.values()]))}
         if row in others:
-            n, difference, p = paired(base.last("val_loss"), final)
-            pairs.append(name | {"Δ": number(base.last("val_loss").mean() - final.mean(), sign="+"), "common seeds": n,
+            n, difference, p = paired(base.final, row.final)
+            pairs.append(name | {"Δ": number(base.final.mean() - row.final.mean(), sign="+"), "common seeds": n,
                                  "paired Δ": number(difference, sign="+"), "p": f"{p:.2g}" if n > 1 else "–"})
-        memory = ["optimizer_state_mib", "peak_memory_mib"]
-        memory = pd.DataFrame([run.final for run in row.runs.values()], columns=memory).mean()
-        costs.append(name | {key: number(x, 1) for key, x in memory.items()})
+        costs.append(name | {key: number(np.mean([run.final.get(key, math.nan) for run in row.runs.values()]), 1)
+                             for key in ("optimizer_state_mib", "peak_memory_mib")})
         if clock:
             costs[-1]["ms an update, 11 to 210"] = number(interval([update_ms(run) for run in row.runs.values()]), 2)
     out = [markdown("Validation loss at shares of the updates, mean ± half-width of the 95 % Student-t interval over "
@@ -231,80 +254,110 @@ def tables(rows: list[Row], base: Row | None, columns: list[str], clock: bool) -
         out += [speedups(others, base, column, axis) for column in columns for axis in [False, True][:1 + clock]]
     return out + [markdown("Cost, of the rank that writes the log.", costs)]
 
+def rates(rows: list[Row]) -> str:
+    losses = {(without(row, "lr"), float(row.config["lr"])): number(row.final.mean()) for row in rows}
+    losses = pd.Series(losses).unstack(fill_value="–").reset_index(names="")
+    return markdown(f"Final loss at seed {min(rows[0].runs)}, which chose the rates.", losses.to_dict("records"))
+
 def speedups(rows: list[Row], base: Row, column: str, clock: bool) -> str:
-    (base_x, base_loss), lines = base.curve(column, clock), []
-    targets = np.interp(SHARES * base_loss.index[-1], base_loss.index, base_loss.mean(axis=1))
-    titles = [f"{share:.0%}: {target:.4f}" for share, target in zip(SHARES, targets)]
+    """How many times sooner the rows are at the losses that the baseline has at SHARES of its updates."""
+    base_x, base_loss = (part.assign(mean=part.mean(axis=1)) for part in base.curve(column, clock))
+    targets, lines = {s: np.interp(SHARES * loss.index[-1], loss.index, loss) for s, loss in base_loss.items()}, []
     for row in rows:
-        x, loss = row.curve(column, clock)
-        means = speedup(base_x.mean(axis=1), base_loss.mean(axis=1), x.mean(axis=1), loss.mean(axis=1))
-        seeds = [speedup(base_x[s], base_loss[s], x[s], loss[s]) for s in loss if s in base_loss]
-        each = [f" ({number(interval(x), 2)})" for x in np.transpose(seeds)] if len(seeds) > 1 else [""] * len(SHARES)
-        cells = [number(mean, 2) + by_seed for mean, by_seed in zip(means, each)]
-        lines.append({"": row.label, **dict(zip(titles, cells))})
-    return markdown(f"Speedup over {base.label} in {'training time' if clock else 'updates'}, to the {LOSSES[column]} "
-                    "at shares of its updates: by the mean curves, in brackets seed by seed. –: not reached (there: by "
-                    "one seed at least).", lines)
+        x, loss = (part.assign(mean=part.mean(axis=1)) for part in row.curve(column, clock))
+        times = [[reach(base_x[s], base_loss[s], target) / reach(x[s], loss[s], target) for target in targets[s]]
+                 for s in loss if s in targets]  # of each seed, then of the mean curves
+        lines.append({"": row.label} | {
+            f"{share:.0%}: {target:.4f}": number(mean, 2) + f" ({number(interval(seeds), 2)})" * (len(seeds) > 1)
+            for share, target, (*seeds, mean) in zip(SHARES, targets["mean"], np.transpose(times))})
+    return markdown(f"Speedup over {base.label} in {'training time' if clock else 'updates'}, to its {LOSSES[column]} "
+                    "at shares of its updates: of mean curves (seed by seed). –: not reached (by one at least).", lines)
+
+def gains(family: list[Experiment], baseline: str, path: Path) -> list[str]:
+    """The map: a row of a table for each cell and optimizer, and a panel for each optimizer that has several cells."""
+    table, finals, panels = [], {}, {}
+    pairs = [(e, row) for e in family if e.base for row in e.best.values() if row is not e.base]
+    if not pairs or len({(e.batch, e.updates) for e in family}) < 2:
+        return []
+    for e, row in pairs:
+        upto = finals.setdefault((row.optimizer, e.batch), {})  # updates -> losses, of the lengths up to this one
+        upto[e.updates] = e.base.final, row.final
+        losses = pd.concat(sum(upto.values(), ()), axis=1, join="inner").to_numpy()
+        shares = [100 * saved([*upto], seed[::2], seed[1::2]) for seed in losses]
+        n, gain, _ = paired(e.base.final, row.final)
+        table.append({"section": e.title, "batch": e.batch, "updates": e.updates, "tokens (M)": e.tokens,
+                      "baseline": e.base.label, "its loss": number(interval(e.base.final)), "optimizer": row.label,
+                      "loss": number(interval(row.final)), "gain": number(gain, sign="+"), "seeds": n,
+                      "updates saved (%)": number(interval(shares), 1, "+")})
+        lines = panels.setdefault(row.optimizer, {baseline: []} | {f"batch {x.batch}": [] for x, _ in pairs})
+        lines[baseline].append((e.tokens, 0, 0))
+        lines[f"batch {e.batch}"].append((e.tokens, *gain))
+    ticks = sorted({e.tokens for e, _ in pairs})
+    axes = dict(xscale="log", xticks=ticks, xticklabels=ticks, xlabel="training tokens (M)",
+                ylabel=f"gain over {baseline} ({family[0].runs[0].unit})")
+    panels = [(axes | {"title": name}, lines) for name, lines in panels.items() if len(lines[baseline]) > 1]
+    caption = ("Gain: the baseline's final loss less the optimizer's, each at its best, paired by seed, with the 95 % "
+               "Student-t interval. Updates saved: how much shorter its run could be to end at the baseline's loss "
+               "(if below 0, the baseline's to end at its), by seed, linear in log(length); –: below the shortest run.")
+    report = [f"## {family[0].title}: the map\n", describe(sum((e.runs for e in family), [])), markdown(caption, table)]
+    return report + (plot(path, panels, len(panels), "o") if panels else [])
 
 def zeroshot(specs: list[str]) -> str:
     """[NAME=]FILE of lm-eval-harness -> a row for each task, a column for each model."""
     models = {}
     for name, _, file in (spec.rpartition("=") for spec in specs):
         data = json.loads(Path(file).read_text(encoding="utf-8"))
-        models.setdefault(name or Path(data.get("model_name", file)).name, {}).update({
-            f"{task} ({metric})": 100 * data["results"][task][f"{metric},none"]
-            for task, metric in ZEROSHOT.items() if task in data["results"]})
-    scores = pd.DataFrame(models, index=[f"{task} ({metric})" for task, metric in ZEROSHOT.items()])
+        models.setdefault(name or Path(data.get("model_name", file)).name, {}).update(data["results"])
+    scores = pd.DataFrame({name: {f"{task} ({metric})": 100 * results.get(task, {}).get(f"{metric},none", math.nan)
+                                  for task, metric in ZEROSHOT.items()} for name, results in models.items()})
     scores.loc["average"] = scores.mean(skipna=False)
     return markdown("Zero-shot scores, %", scores.map(lambda x: number(x, 2)).reset_index(names="").to_dict("records"))
 
 # ---- Figures ---------------------------------------------------------------------------------------------------------
 
-def styles(rows: list[Row]) -> dict[Row, dict]:
-    """A look for each row, no two alike: an optimizer with more than two rows runs through a colour map."""
-    looks = {}
-    swept = [peers for peers in group(rows, lambda row: row.optimizer) if len(peers) > 2]
-    for name, peers in zip(["viridis", "autumn", "cool", "copper"] * len(swept), swept):
-        for share, row in zip(np.linspace(0, 0.9, len(peers)), peers):
-            looks[row] = dict(color=colormaps[name](share), linestyle="-")
-    for i, row in enumerate(row for row in rows if row not in looks):
-        looks[row] = dict(color=f"C{i % 10}", linestyle=["-", "--", ":", "-."][(i // 10 + bool(swept)) % 4])
-    return looks
-
-def curves(rows: list[Row], columns: list[str], clock: bool):
-    """Losses over updates and, below, time, without the first fifth of the updates; bands are 95 % intervals."""
-    fig = Figure(figsize=(1 + 5 * len(columns), 4 + 3 * clock + 0.1 * len(rows)), layout="constrained")
-    for (i, j), ax in np.ndenumerate(fig.subplots(1 + clock, len(columns), squeeze=False)):
-        for row, look in styles(rows).items():
-            x, loss = (part[part.index >= 0.2 * part.index[-1]] for part in row.curve(columns[j], bool(i)))
-            x, (mean, half) = x.mean(axis=1), np.transpose([interval(values) for values in loss.to_numpy()])
-            ax.plot(x, mean, label=f"{row.label} (n={len(row.runs)})", **look)
+def plot(path: Path, panels: list[tuple[dict, dict]], columns: int, marker: str = "") -> list[str]:
+    """A figure; its line of the report. panels: settings of axes; name of a line -> points (x, mean, half-width)."""
+    rows = len(panels) // columns
+    fig = Figure(figsize=(1 + 5 * columns, 1 + 3.5 * rows + 0.1 * len(panels[0][1])), layout="constrained")
+    for ax, (axes, lines) in zip(fig.subplots(rows, columns, squeeze=False, sharey=bool(marker)).flat, panels):
+        for i, (name, line) in enumerate(lines.items()):
+            x, mean, half = np.reshape(line, (-1, 3)).T
+            look = dict(color=f"C{i % 10}", linestyle=["-", "--", ":", "-."][i // 10 % 4], label=name)
+            ax.errorbar(x, mean, np.nan_to_num(half) if marker else None, marker=marker, capsize=3, **look)
             ax.fill_between(x, mean - half, mean + half, color=look["color"], alpha=0.1, linewidth=0)
-        ax.set(xlabel=["updates", "training time (s)"][i], ylabel=f"{LOSSES[columns[j]]} (nats per token)")
+        ax.set(**axes)
+        ax.minorticks_off()
         ax.grid(alpha=0.3)
-    fig.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=len(columns), fontsize=8)
-    return fig
+    fig.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=1 + columns, fontsize=8)
+    fig.savefig(path, dpi=90)
+    return [f"![{path.stem}]({path.name})\n"]
 
-def sweep(rows: list[Row], key: str):
-    """Final loss over a hyperparameter, a line for each optimizer that has several values; None if none has."""
-    def name(row):
-        return re.sub(rf" {key}=\S+", "", row.label)
-    lines = [peers for peers in group(rows, name) if len(peers) > 1]
+def curves(path: Path, rows: list[Row], columns: list[str], clock: bool) -> list[str]:
+    """Losses over updates and, below, time, without the first fifth of the updates; bands are 95 % intervals."""
+    panels = []
+    for over_time, column in itertools.product([False, True][:1 + clock], columns):
+        lines = {}
+        for row in rows:
+            x, loss = (part[part.index >= 0.2 * part.index[-1]] for part in row.curve(column, over_time))
+            points = zip(x.mean(axis=1), map(interval, loss.to_numpy()))
+            lines[f"{row.label} (n={len(row.runs)})"] = [(at, *y) for at, y in points]
+        xlabel = "training time (s)" if over_time else "updates"
+        panels.append((dict(xlabel=xlabel, ylabel=f"{LOSSES[column]} ({rows[0].unit})"), lines))
+    return plot(path, panels, len(columns))
+
+def sweep(path: Path, rows: list[Row], key: str) -> list[str]:
+    """Final loss over a hyperparameter, a line for each optimizer that has several values; nothing if none has."""
+    lines = {without(peers[0], key): [(float(row.config[key]), *interval(row.final)) for row in peers]
+             for peers in group(rows, lambda row: without(row, key)) if len(peers) > 1}
     if not lines:
-        return None
-    ax = (fig := Figure(figsize=(6, 4.5), layout="constrained")).subplots()
-    flat = [row for row in rows if key == "gamma" and "nsr" not in row.optimizer]
-    looks = styles([peers[0] for peers in lines] + flat)
-    for peers in lines:
-        mean, half = np.transpose([interval(row.last("val_loss")) for row in peers])
-        x = [float(row.config[key]) for row in peers]
-        ax.errorbar(x, mean, np.nan_to_num(half), marker="o", capsize=3, label=name(peers[0]), **looks[peers[0]])
-    for row in flat:
-        ax.axhline(row.last("val_loss").mean(), label=row.label, **looks[row])
-    ax.set(xscale="log", xlabel=SWEEPS[key], ylabel="final validation loss (nats per token)")
-    ax.grid(alpha=0.3)
-    fig.legend(loc="outside lower center", ncols=2, fontsize=8)
-    return fig
+        return []
+    ticks = sorted({x for line in lines.values() for x, *_ in line})
+    lines |= {row.label: [(x, *interval(row.final)) for x in ticks]
+              for row in rows if key == "gamma" and "nsr" not in row.optimizer}
+    seeds = {seed for row in rows for seed in row.runs}
+    axes = dict(title=f"seed {min(seeds)}" * (len(seeds) == 1), xlabel=SWEEPS[key], xscale="log", xticks=ticks,
+                xticklabels=ticks, ylabel=f"final validation loss ({rows[0].unit})")
+    return plot(path, [(axes, lines)], 1, "o")
 
 # ---- Main ------------------------------------------------------------------------------------------------------------
 
@@ -314,9 +367,10 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--out", default="report", help="folder for report.md and PNGs")
     parser.add_argument("--only", default="", metavar="REGEX", help="leave out logs whose path it does not match")
     parser.add_argument("--baseline", default="muon", help="an optimizer, or the name of a row")
+    parser.add_argument("--tuned_on", default="", metavar="SEED", help="a seed that only chooses each optimizer's row")
     parser.add_argument("--clock", action="store_true", help="show times: each run had the same machine to itself")
     parser.add_argument("--by_code", action="store_true", help="a row for each version of the code that made the logs")
-    parser.add_argument("--svg", action="store_true", help="figures as SVG too")
+    parser.add_argument("--format", default="png", help="of the figures: png or svg")
     parser.add_argument("--zeroshot", nargs="+", default=[], metavar="[NAME=]JSON", help="results of lm-eval-harness")
     args = parser.parse_args(argv)
     runs, notes = read_logs(args.logs, args.only, args.by_code)
@@ -324,23 +378,21 @@ def main(argv: list[str]) -> None:
         parser.error("no whole run among these logs. " + "; ".join(notes))
     out, report = Path(args.out), []
     out.mkdir(parents=True, exist_ok=True)
-    for i, rows in enumerate(experiments(runs) if runs else []):
-        everyone = [run for row in rows for run in [*row.runs.values(), *row.repeats]]
-        title = everyone[0].title + f"-{i + 1}" * (i > 0)
-        candidates = [row for row in rows if args.baseline in (row.label, row.optimizer)]
-        base = max(candidates, key=lambda row: (len(row.runs), -row.last("val_loss").mean()), default=None)
-        notes += [f"{title}: no row of the baseline {args.baseline}; choose another --baseline"] * (base is None)
-        columns = ["val_loss"] + ["train_loss"] * all(len(row.curve("train_loss")[1]) for row in rows)
-        report += [f"## {title}\n", describe(everyone), *tables(rows, base, columns, args.clock)]
-        notes += [f"{run.name}: repeats seed {run.seed} of {row.label}: {run.last('val_loss'):.5f}, the first "
-                  f"{row.runs[run.seed].last('val_loss'):.5f}; not averaged" for row in rows for run in row.repeats]
-        drawn = rows if len(rows) <= 10 else [min(peers, key=lambda row: row.last("val_loss").mean())
-                                              for peers in group(rows, lambda row: row.optimizer)]
-        plots = {"curves": curves(drawn, columns, args.clock)} | {f"sweep-{key}": sweep(rows, key) for key in SWEEPS}
-        for kind, fig in plots.items():
-            for suffix in ["png", "svg"][:1 + args.svg] if fig else []:
-                fig.savefig(out / f"{title}-{kind}.{suffix}", dpi=90)
-            report += [f"![{title}: {kind}]({title}-{kind}.png)\n"] * bool(fig)
+    families = experiments(runs, args.baseline, args.tuned_on)
+    for family in families:
+        report += gains(family, args.baseline, out / f"{family[0].title}-map.{args.format}")
+    for e in sum(families, []):
+        notes += [f"{e.title}: {text}" for text in e.notes]
+        cell = f": batch {e.batch}, {e.updates} updates" * (e.updates > 0)
+        report += [f"## {e.title}{cell}\n", describe(e.runs)]
+        report += [rates(e.tuning)] if e.tuning else []
+        if e.rows:
+            columns = ["val_loss"] + ["train_loss"] * all(len(row.curve("train_loss")[1]) for row in e.rows)
+            report += tables(e.rows, e.base, columns, args.clock)
+            drawn = e.rows if len(e.rows) <= 10 else [*e.best.values()]
+            report += curves(out / f"{e.title}-curves.{args.format}", drawn, columns, args.clock)
+        for key in SWEEPS:
+            report += sweep(out / f"{e.title}-sweep-{key}.{args.format}", e.tried.get(key) or e.rows, key)
     report += [zeroshot(args.zeroshot)] if args.zeroshot else []
     report += ["## Notes\n", *(f"- {text}" for text in notes)] if notes else []
     (out / "report.md").write_text("\n".join(report) + "\n", encoding="utf-8")
