@@ -1,5 +1,5 @@
 """export_hf.py and sample.py on tiny models. For all of it set TIKTOKEN_CACHE_DIR and LLAMA2_TOKENIZER."""
-import json, os, random, sys
+import json, os, random, subprocess, sys
 from pathlib import Path
 
 import pytest
@@ -22,10 +22,11 @@ def save(script, **settings):
     model = t.Model(320)
     for p in model.parameters():
         p.data = (torch.randn_like(p) * 0.3 + (p.ndim == 1)).to(getattr(torch, t.param_dtype))
-    saved = dict(step=8, train_time=1.0, skipped=0, model=model.state_dict(), optimizers=[], script=script, vocab=257,
-                 globals={name: getattr(t, name) for name in t.GLOBALS}, eot=256)
+    saved = dict(step=8, train_time=1.0, skipped=0, model=model.state_dict(), optimizer={}, script=Path(script).name,
+                 globals={name: getattr(t, name) for name in t.GLOBALS}, vocab=257, eot=256)
     Path("checkpoints/run").mkdir(parents=True)
     torch.save(saved, "checkpoints/run/step_00000008.pt")
+    Path("checkpoints/run/step_00000004.pt").write_text("written later, but not the newest")
     return model.float().requires_grad_(False), saved
 
 @pytest.mark.parametrize("script, settings", [
@@ -45,7 +46,7 @@ def test_an_export_loads_with_auto_classes_and_has_our_logits(script, settings):
 
 @pytest.mark.parametrize("argv, what", [
     (["nowhere"], "nowhere"), (["bad.pt"], "checksum"), (["other.pt"], "train_vit"), (["checkpoints/run"], "hf/run"),
-    (["llama2.pt", "--out=x"], "tokenizer.model"), (["checkpoints/run", "--out=x"], "logits differ")])
+    (["llama2.pt", "--out=x"], "data/tiny/tokenizer.model"), (["checkpoints/run", "--out=x"], "logits differ")])
 def test_a_mistake_is_one_line_and_writes_nothing(argv, what, monkeypatch):
     saved = save("train_gpt.py")[1]
     torch.save(saved | dict(script="train_vit.py"), "other.pt")
@@ -57,23 +58,13 @@ def test_a_mistake_is_one_line_and_writes_nothing(argv, what, monkeypatch):
         export_hf.main(argv)
     assert "\n" not in str(stop.value) and not list(Path().glob("x*")) and not list(Path("hf").rglob("*.*"))
 
-def reference(name):
-    if name == "bytes":
-        return 257, 256, lambda text: list(text.encode()), lambda ids: bytes(ids).decode()
-    variable = {"gpt2": "TIKTOKEN_CACHE_DIR", "llama2": "LLAMA2_TOKENIZER"}[name]
-    path = os.environ.get(variable) or pytest.skip(f"set {variable}")
-    if name == "gpt2":
-        gpt2 = pytest.importorskip("tiktoken").get_encoding("gpt2")
-        return 50257, 50256, gpt2.encode_ordinary, gpt2.decode
-    Path("data/tiny").mkdir(parents=True)
-    Path("data/tiny/tokenizer.model").symlink_to(path)  # where the train scripts look for it
-    llama2 = pytest.importorskip("sentencepiece").SentencePieceProcessor(model_file=path)
-    return 32000, 2, llama2.encode, llama2.decode
-
-@pytest.mark.parametrize("name", ["bytes", "gpt2", "llama2"])
-def test_a_tokenizer_gives_the_ids_and_texts_of_the_library_that_made_it(name):
-    vocab, eot, encode, decode = reference(name)
-    export_hf.build_tokenizer(dict(vocab=vocab, globals=dict(dataset="tiny", block_size=10**6))).save_pretrained("hf")
+@pytest.mark.parametrize("vocab, eot, variable", [
+    (257, 256, ""), (50257, 50256, "TIKTOKEN_CACHE_DIR"), (32000, 2, "LLAMA2_TOKENIZER")])
+def test_a_tokenizer_gives_the_ids_and_texts_of_the_library_that_made_it(vocab, eot, variable):
+    file = variable and (os.environ.get(variable) or pytest.skip(f"set {variable}"))  # of Llama 2 alone
+    saved = dict(vocab=vocab, globals=dict(block_size=10**6))
+    encode, decode, _ = sample.load_tokenizer(saved, file)
+    export_hf.build_tokenizer(saved, file).save_pretrained("hf")
     tokenizer, rng, code = AutoTokenizer.from_pretrained("hf"), random.Random(0), (ROOT / "optim.py").read_text()
     assert len(tokenizer) == vocab and tokenizer.eos_token_id == eot
     odd = "     |\n|\t| |a|aa|the|1|00|é|漢|🙂|\0|'s|''|==|▁|\xa0|<s|</|\r\n|Ａ|\u0301|\ud7ff|\U0010fffd".split("|")
@@ -82,25 +73,34 @@ def test_a_tokenizer_gives_the_ids_and_texts_of_the_library_that_made_it(name):
         assert tokenizer(text).input_ids == encode(text), text
         assert tokenizer.decode(encode(text)) == decode(encode(text)), text
 
-def test_samples(capsys):
-    """Of a checkpoint as of its export; greedy ones are what our model finds likeliest, to the end of the context."""
-    ours, _ = save("train_llama.py")
-    export_hf.main(["checkpoints/run"])
-    def sampled(folder, *flags):
-        capsys.readouterr()
-        sample.main([folder, "--prompt=def f(", *flags])
-        return capsys.readouterr().out[:-1]
+def sampled(capsys, *flags):
+    sample.main(["checkpoints/run", "--prompt=def f(", "--max_new_tokens=100", *flags])
+    return capsys.readouterr().out[:-1]
+
+def greedy(model):
+    """As bytes, the prompt with 100 tokens or to the document's end, each the likeliest behind the 64 before it."""
     ids = [256, *b"def f("]
-    while len(ids) < 64 and ids.count(256) == 1:
-        ids.append(int(ours(torch.tensor([ids]))[0, -1, :257].argmax()))
-    greedy = sampled("hf/run", "--temperature=0")
-    assert greedy == sampled("hf/run", "--top_k=1") == bytes(i for i in ids if i < 256).decode(errors="replace")
-    two = sampled("hf/run", "--samples=2")
-    first, second = two.split("\n" + "-" * 40 + "\n")
-    assert first.startswith("def f(") and second.startswith("def f(") and first != second
-    assert sampled("checkpoints/run", "--samples=2") == two != sampled("hf/run", "--samples=2", "--seed=1")
-    with pytest.raises(SystemExit, match="context is 64"):
-        sample.main(["hf/run", "--prompt=" + "x" * 64])
+    while len(ids) < 107 and ids.count(256) == 1:
+        ids.append(int(model(torch.tensor([ids[-64:]]))[0, -1, :257].argmax()))
+    return bytes(i for i in ids if i < 256)
+
+def test_samples_of_a_model_that_someone_has_changed(tmp_path, monkeypatch, capsys):
+    source = (ROOT / "train_gpt.py").read_text().replace("x_BTD + self.mlp(", "x_BTD + self.gain * self.mlp(").replace(
+        "self.mlp = MLP()", "self.mlp, self.gain = MLP(), nn.Parameter(torch.ones(n_embd))")
+    Path("train_fork.py").write_text(source)
+    monkeypatch.setattr(sample, "ROOT", tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    ours, saved = save(tmp_path / "train_fork.py")
+    assert "blocks.1.gain" in saved["model"] and len(greedy(ours)) < 20  # its document ends
+    assert sampled(capsys, "--temperature=0") == greedy(ours).decode(errors="replace")
+    two, again, other = (sampled(capsys, "--samples=2", seed) for seed in ("--seed=7", "--seed=7", "--seed=8"))
+    assert two == again != other and all(text.startswith("def f(") for text in two.split("\n" + "-" * 40 + "\n"))
+    ours.head.weight[256] = 0  # now none ends, and the context of 64 is soon full
+    torch.save(saved, "checkpoints/run/step_00000012.pt")
+    assert len(greedy(ours)) == 106
+    assert sampled(capsys, "--temperature=0") == sampled(capsys, "--top_k=1") == greedy(ours).decode(errors="replace")
+    check = "import sys, sample; sys.exit('transformers' in sys.modules)"
+    subprocess.run([sys.executable, "-c", check], cwd=ROOT / "tools", check=True)
 
 def test_the_harness_scores_an_export_as_our_model_does(monkeypatch):
     harness = pytest.importorskip("lm_eval.__main__", reason='pip install "lm-eval[hf]==0.4.11"')

@@ -13,10 +13,11 @@ sequence, RoPE over whole heads and biases of 0. Rows of embedding and head that
 end-of-text token is bos_token too: in training it stands before each document. Logits are compared with the train
 script's before anything is written. Last line: "wrote hf/RUN". Seconds for the demo.
 """
-import argparse, importlib, sys, zipfile
+import argparse, sys
 from pathlib import Path
 
 import torch
+from sample import load_checkpoint, load_tokenizer
 
 try:
     import transformers
@@ -25,21 +26,6 @@ except ModuleNotFoundError as error:
     sys.exit(f"package {error.name} is missing; run: pip install transformers sentencepiece")
 
 transformers.logging.disable_progress_bar()
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # the train scripts import optim
-
-# ---- Checkpoints -----------------------------------------------------------------------------------------------------
-
-def load_checkpoint(path: Path):
-    """The content of a .pt file, or of a folder's newest one, and the train script that saved it, as a module."""
-    files = sorted(path.glob("step_*.pt"), key=lambda file: (file.stat().st_mtime_ns, file.name)) or [path]
-    try:
-        if damaged := zipfile.ZipFile(files[-1]).testzip():  # compares the checksums that torch.save has written
-            raise ValueError(f"{damaged} does not match its checksum")
-        saved = torch.load(files[-1], map_location="cpu", weights_only=True)
-        return saved, importlib.import_module(Path(saved["script"]).stem)
-    except Exception as error:  # it may be any file
-        sys.exit(f"cannot read {files[-1]} ({error!r:.120}); give checkpoints/RUN or a step_N.pt of it")
 
 # ---- Models ----------------------------------------------------------------------------------------------------------
 
@@ -70,14 +56,10 @@ def gpt_neox(script, weights: dict[str, torch.Tensor], shared: dict):
     return model, GPT_NEOX, model.gpt_neox.final_layer_norm
 
 @torch.no_grad()
-def convert(saved: dict, script):
+def convert(saved: dict, script, ours: torch.nn.Module):
     """The model of transformers that computes what the checkpoint's does, and the largest difference of a logit on
     random tokens, both in float32. Exits if it is above 1e-4 of the largest logit, far more than rounding."""
-    vars(script).update(saved["globals"])
     weights, rows, eot = dict(saved["model"]), saved["vocab"], saved["eot"]
-    ours = script.Model(len(weights["embed.weight"])).eval()
-    ours.load_state_dict(weights)
-
     shared = dict(vocab_size=rows, hidden_size=script.n_embd, num_hidden_layers=script.n_layer,
                   num_attention_heads=script.n_head, max_position_embeddings=script.block_size, bos_token_id=eot,
                   eos_token_id=eot, pad_token_id=eot, tie_word_embeddings=ours.head.weight is ours.embed.weight)
@@ -115,10 +97,8 @@ def byte_level(tokens: list[bytes], split: bool) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
-def sentencepiece_bpe(file: Path) -> Tokenizer:
-    """Of Llama 2's tokenizer.model: with byte fallback; a text begins with a space."""
-    from sentencepiece import SentencePieceProcessor
-    sp = SentencePieceProcessor(model_file=str(file))
+def sentencepiece_bpe(sp) -> Tokenizer:
+    """Of a SentencePieceProcessor of Llama 2's kind: with byte fallback; a text begins with a space."""
     ids = range(sp.get_piece_size())
     plain = [i for i in ids if not (sp.is_unknown(i) or sp.is_control(i) or sp.is_byte(i))]
     pieces = [sp.id_to_piece(i) for i in sorted(plain, key=sp.get_score, reverse=True)]
@@ -130,23 +110,14 @@ def sentencepiece_bpe(file: Path) -> Tokenizer:
     return tokenizer
 
 def build_tokenizer(saved: dict, file: Path | None = None) -> transformers.PreTrainedTokenizerFast:
-    """That of the checkpoint's data, told by the size of its vocabulary: 257 bytes, 50257 gpt2, else Llama 2's `file`,
-    by default the tokenizer.model beside the shards."""
-    file = file or Path("data", saved["globals"]["dataset"], "tokenizer.model")
-    eot = "<|endoftext|>"
+    """That of sample.py, in the form of transformers."""
+    library, eot = load_tokenizer(saved, file)[2], "<|endoftext|>"
     if saved["vocab"] == 257:
         tokenizer = byte_level([bytes([b]) for b in range(256)], split=False)
     elif saved["vocab"] == 50257:
-        try:
-            import tiktoken
-            gpt2 = tiktoken.get_encoding("gpt2")
-        except Exception as error:  # of the network
-            sys.exit(f"no vocabulary of GPT-2 ({error!r:.90}); pip install tiktoken, or set TIKTOKEN_CACHE_DIR")
-        tokenizer = byte_level([gpt2.decode_single_token_bytes(i) for i in range(gpt2.eot_token)], split=True)
-    elif file.is_file():
-        tokenizer, eot = sentencepiece_bpe(file), "</s>"
+        tokenizer = byte_level([library.decode_single_token_bytes(i) for i in range(library.eot_token)], split=True)
     else:
-        sys.exit(f"{file} does not exist; give Llama 2's tokenizer.model with --tokenizer=PATH")
+        tokenizer, eot = sentencepiece_bpe(library), "</s>"
     tokenizer.add_special_tokens([eot])  # behind the others, or where it is
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=eot, eos_token=eot, pad_token=eot,
@@ -164,9 +135,9 @@ def main(argv: list[str]) -> None:
     out = args.out or Path("hf", run.resolve().name)
     if out.exists():
         sys.exit(f"{out} exists; remove it, or give another --out")
-    saved, script = load_checkpoint(args.checkpoint)
+    saved, script, ours = load_checkpoint(args.checkpoint)
     tokenizer = build_tokenizer(saved, args.tokenizer)
-    model, worst = convert(saved, script)
+    model, worst = convert(saved, script, ours)
     print(f"{args.checkpoint}: update {saved['step']} of {saved['script']} -> {type(model).__name__}, "
           f"{model.num_parameters():,} parameters; logits differ by {worst:.1e} at most")
     unfinished = out.with_name(f"{out.name}.partial")
