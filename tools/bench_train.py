@@ -71,7 +71,7 @@ def run(row: list[str], folder: Path, last: int) -> float:
 
 def ours(checkout: Path, flags: str) -> list[str]:
     """Validation, checkpoints and sample stay outside the updates that count."""
-    rarely = dict(eval_interval=10**6, checkpoint_interval=10**6, val_tokens=2**14, sample_tokens=0)
+    rarely = dict(eval_interval=10**6, checkpoint_interval=10**6, val_tokens=2**14)
     return [sys.executable, str(checkout.resolve() / "train_gpt.py"), *shlex.split(flags),
             f"--log_interval={STRETCH}", *(f"--{name}={value}" for name, value in rarely.items())]
 
