@@ -81,7 +81,7 @@ def product(A: Shifted, B: Shifted) -> Shifted:
 
 def triples(steps, coefficients):
     """(a, b, c) of each step; the last of several serves all further steps."""
-    given = [coefficients] if isinstance(coefficients[0], float) else list(coefficients)
+    given = [coefficients] if isinstance(coefficients[0], (int, float)) else list(coefficients)
     return (given + given[-1:] * steps)[:steps]
 
 def upcast(t):

@@ -15,7 +15,7 @@ sys.path.insert(0, ".")
 import optim
 
 TRACK_3 = (2, -1.5, 0.5), 12
-OURS = optim.NS_COEFFICIENTS, 5
+OURS = optim.JORDAN, 5
 source = open("train_gpt_simple.py").read()
 source = source[source.index("def zeropower"):source.index("class Muon(")].replace("@torch.compile", "")
 
@@ -24,9 +24,9 @@ def last_updates(variant, adjust_lr_fn, coefficients, ns_steps, dtype, shape):
     torch.manual_seed(0)
     weights, momentum, peer = torch.nn.Parameter(0.02 * torch.randn(shape)), torch.zeros(shape), None
     theirs = torch.nn.Parameter(weights.detach().clone())
-    optim.NS_COEFFICIENTS = coefficients
     options = dict(lr=0.025, weight_decay=0.05, adjust_lr_fn=adjust_lr_fn)
-    muon = optim.Muon([weights], variant=variant, ns_steps=ns_steps, ns_dtype=dtype, compile=False, **options)
+    muon = optim.Muon([weights], variant=variant, ns_steps=ns_steps, ns_dtype=dtype, ns_coefficients=coefficients,
+                      compile=False, **options)
     if adjust_lr_fn == "match_rms_adamw":
         peer = torch.optim.Muon([theirs], **options)
     namespace = {"torch": torch, "Tensor": torch.Tensor}
