@@ -269,7 +269,7 @@ def build(args, source, inputs, validates=None, count="train"):
     if not tokens[count]:
         sys.exit(f"no document is left for the split {count}; give more text, or another --val_fraction")
     if args.tokenizer_file:
-        shutil.copy(args.tokenizer_file, folder / "tokenizer.model")  # the train scripts decode a sample with it
+        shutil.copy(args.tokenizer_file, folder / "tokenizer.model")  # for show and the tools
     folder.rename(final)
     print(f"{final}: {tokens['train']:,} tokens to train on, {tokens['val']:,} to validate on; "
           f"{size / 1e6:.1f} MB at {size / 1e6 / (time.time() - began):.1f} MB/s")

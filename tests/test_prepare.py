@@ -93,9 +93,9 @@ def test_every_document_of_the_shards_has_the_librarys_ids(tokenizer):
     file = ["--tokenizer_file", LLAMA2] if tokenizer == "llama2" else []
     prepare.main([*COMMAND, "--val_fraction=0", "--tokenizer", tokenizer, *file])
     assert [ids.tolist() for ids in documents("mine", "train", eot)] == [reference(tokenizer)(row) for row in rows]
-    shards = fresh(dataset="mine").Shards("mine", "train")  # the train scripts', which decode a sample too
+    shards = fresh().Shards("mine", "train")  # the train scripts'
     assert (shards.vocab, shards.eot) == prepare.TOKENIZERS[tokenizer]
-    assert fresh().decode(reference(tokenizer)("a text"), shards) == "a text"
+    assert tokenizer != "llama2" or Path("data/mine/tokenizer.model").read_bytes() == Path(LLAMA2).read_bytes()
 
 @needs_gpt2
 @pytest.mark.parametrize("run", [" " * 1_100_000, "\n" * 1_100_000, "a" * 200_000])
