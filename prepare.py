@@ -36,11 +36,9 @@ SOURCES = {
     "fineweb10b-gpt2": dict(repo="kjj0/fineweb10B-gpt2", revision="889765ea1f903759787add96995d81171b632d0c",
                             files="fineweb_*.bin", tokenizer="gpt2", val=None),
     "dclm": dict(repo="mlfoundations/dclm-baseline-1.0", revision="a3b142c183aebe5af344955ae20836eb34dcf69b",
-                 files="global-shard_01_of_10/*/*.jsonl.zst", tokenizer="llama2", val=range(0),  # a tenth of it
-                 next="train_llama.py --preset=suite-a-130m"),
+                 files="global-shard_01_of_10/*/*.jsonl.zst", tokenizer="llama2", val=range(0), pair="c4"),  # a tenth
     "c4": dict(repo="allenai/c4", revision="1588ec454efa1a09f29cd18ddd04fe05fc8653a2",
-               files="en/c4-validation.*.json.gz", tokenizer="llama2", val=ALL,
-               next="train_llama.py --preset=suite-a-130m"),
+               files="en/c4-validation.*.json.gz", tokenizer="llama2", val=ALL, pair="dclm"),
 }
 MAGIC, HEADER, SHARD_TOKENS = 20240520, 1024, 100_000_000  # HEADER in bytes
 TEXT, RECORDS = (".txt", ".md", ".py"), (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".parquet")
@@ -172,7 +170,7 @@ def in_threads(workers, function, jobs):
 def read_ids(address, vocab):
     """Yield (bytes, [(split, ids)]) of a file of ids, nanoGPT's or a shard; val in its name says that it validates."""
     import fsspec
-    split = "val" if re.search(r"(?<![a-z])val", Path(address).name) else "train"
+    split = "val" if re.search(r"(?<![a-z])val(idation)?(?![a-z])", Path(address).name) else "train"
     with in_one_line(address, "is it whole, and are its ids of this --tokenizer?"):
         system, path = fsspec.url_to_fs(address)
         size = system.size(path)
@@ -217,7 +215,9 @@ class Shard:  # that is being written
 
 def read_manifest(folder, source=None):
     if not (folder / "manifest.json").exists():
-        sys.exit(f"{folder} was not made by prepare.py; see python prepare.py --help")
+        found = len(list(folder.glob("*.bin")))
+        mend = f"python prepare.py import {folder} --name ANOTHER" if found else "see python prepare.py --help"
+        sys.exit(f"{folder} was not made by prepare.py: {found} .bin files, no manifest.json; {mend}")
     manifest = json.loads((folder / "manifest.json").read_text())
     if source and manifest["source"] != source:
         sys.exit(f"{folder} holds something else, {manifest['source']}; choose another --name, or delete it")
@@ -266,15 +266,23 @@ def build(args, source, inputs, validates=None, count="train"):
             (folder / "manifest.tmp").write_text(json.dumps(state, indent=1))
             os.replace(folder / "manifest.tmp", folder / "manifest.json")
 
-    if not tokens[count]:
-        sys.exit(f"no document is left for the split {count}; give more text, or another --val_fraction")
+    if not any(tokens.values()):
+        shutil.rmtree(folder)
+        sys.exit("no token was found; give other input")
     if args.tokenizer_file:
         shutil.copy(args.tokenizer_file, folder / "tokenizer.model")  # for show and the tools
     folder.rename(final)
     print(f"{final}: {tokens['train']:,} tokens to train on, {tokens['val']:,} to validate on; "
           f"{size / 1e6:.1f} MB at {size / 1e6 / (time.time() - began):.1f} MB/s")
-    following = SOURCES.get(args.command, {}).get("next", f"train_gpt.py --dataset={args.name}")
-    print(f"next: torchrun --standalone --nproc_per_node=1 {following}")
+    own = SOURCES.get(args.command, {})
+    if all(tokens.values()):
+        following = own.get("next", f"train_gpt.py --dataset={args.name}")
+        print(f"next: torchrun --standalone --nproc_per_node=1 {following}")
+        return
+    train, val = (args.name if tokens[split] else own.get("pair", "ANOTHER") for split in ("train", "val"))
+    lacking = "val" if tokens["train"] else "train"
+    why = {"import": f": none of {args.what} is named {lacking}", "text": ": give more text, or another --val_fraction"}
+    print(f"{final} has no {lacking} tokens{why.get(args.command, '')}; to go on, --dataset={train} --val_dataset={val}")
 
 # ---- Commands --------------------------------------------------------------------------------------------------------
 
@@ -331,6 +339,10 @@ def prepare_import(args):
     files = [(Path(args.what).name, args.what)] if os.path.isfile(args.what) else below(args.what, ".bin")
     if not files:
         sys.exit(f"{args.what}: expected nanoGPT's train.bin, a shard, or a folder of such")
+    for _, path in files:
+        if np.fromfile(path, "<u4", 1).tolist() == [20240801]:
+            sys.exit(f"{path} has llm.c's ids of 32 bits, for Llama 3, and ours have 16; tokenize the text: "
+                     f"python prepare.py text --input TEXT --name {args.name} --tokenizer gpt2")
     build(args, {"digest": digest(files)}, lambda: [[file] for file in files])
 
 def prepare_hub(args):
@@ -349,7 +361,7 @@ def prepare_hub(args):
     build(args, source, inputs, validates, "val" if val == ALL else "train")
 
 def verify(args):
-    folder = Path("data", Path(args.what).name)
+    folder = Path(args.what) if "/" in args.what else Path("data", args.what)
     manifest = read_manifest(folder)
     vocab, eot, mend = manifest["vocab_size"], manifest["eot"], f"delete {folder} and prepare it again"
     files = [shard["file"] for shard in manifest["shards"]]
@@ -365,7 +377,7 @@ def verify(args):
     print(f"{len(files)} shards verified: sizes, headers, checksums, id ranges, tokens and documents")
 
 def show(args):
-    folder = Path("data", Path(args.what).name)
+    folder = Path(args.what) if "/" in args.what else Path("data", args.what)
     manifest = read_manifest(folder)
     _, decode = load_tokenizer(manifest["tokenizer"], folder / "tokenizer.model")
     print(json.dumps(manifest, indent=1))

@@ -247,7 +247,8 @@ def test_import_of_nanogpt_and_of_llmc(monkeypatch):
     for split, part in ("train", ids), ("val", ids[:700]):
         write(f"nanogpt/{split}.bin", part.tobytes())
         write_shard(f"llmc/edu_fineweb_{split}_000001.bin", part, ours=False)
-    for name in "nanogpt", "llmc":
+        write_shard(f"small/values_{split}.bin", part, ours=False)  # of a small corpus of llm.c, without a number
+    for name in "nanogpt", "llmc", "small":
         prepare.main(["import", name, "--name", name])
         prepare.main(["verify", name])
         assert np.array_equal(tokens(name, "train"), ids) and np.array_equal(tokens(name, "val"), ids[:700])
@@ -258,6 +259,17 @@ def test_import_refuses_what_is_cut_or_of_another_tokenizer():
     write("c/train.bin", np.full(500, 60000, "<u2").tobytes())
     for name, tokenizer, pattern in ("a", "gpt2", "257"), ("b", "bytes", "1500 bytes"), ("c", "gpt2", "60000"):
         refused(pattern, "import", name, "--name", name, "--tokenizer", tokenizer)
+
+def test_of_others_shards_one_line_says_what_was_found_and_what_to_run(capsys):
+    write_shard("data/llmc/tiny_shakespeare_train.bin", range(500), ours=False)
+    write_shard("data/llmc/val/tiny_shakespeare_val.bin", range(500), ours=False)
+    refused("1 .bin files, no manifest.json; python prepare.py import data/llmc ", "verify", "llmc")
+    write("llama3/edu_fineweb_train_000001.bin", np.array([20240801, 7, 128_000], "<u4").tobytes())
+    refused("llama3/.* ids of 32 bits.*python prepare.py text", "import", "llama3", "--name", "llama3")
+    for what, name, options in ("tiny_shakespeare_train.bin", "t", "--dataset=t --val_dataset=ANOTHER"), \
+                               ("val", "v", "--dataset=ANOTHER --val_dataset=v"):
+        prepare.main(["import", f"data/llmc/{what}", "--name", name])
+        assert "next:" not in (last := capsys.readouterr().out.splitlines()[-1]) and last.endswith(options)
 
 class Hub(http.server.BaseHTTPRequestHandler):
     """What huggingface_hub asks of a Hub, for the files in hub/REPO, at the pinned revisions only."""
