@@ -12,7 +12,7 @@ The default takes 2 s and ends with "next: torchrun ... train_gpt.py --dataset=p
 format and the sources. Work lies in data/NAME.partial/, which becomes data/NAME/ when it is complete. The same command
 resumes an interrupted run at the input it was in, and ends in the same bytes, whatever the number of threads.
 """
-import argparse, codecs, contextlib, fcntl, hashlib, json, math, os, re, shutil, sys, sysconfig, time, zlib
+import argparse, codecs, contextlib, hashlib, io, itertools, json, math, os, re, shutil, sys, sysconfig, zlib
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,7 +24,6 @@ from tqdm import tqdm
 
 # val, the documents that validate, by number; or (share, seed, documents), the test split that datasets'
 # train_test_split(share, seed=seed) draws from so many; or None, where files hold ids and are named train or val
-ALL = range(10**9)
 FINEWEB = dict(repo="HuggingFaceFW/fineweb", revision="9bb295ddab0e05d785b879661af7260fed5140fc", tokenizer="gpt2",
                val=range(30_000))
 SOURCES = {
@@ -38,7 +37,7 @@ SOURCES = {
     "dclm": dict(repo="mlfoundations/dclm-baseline-1.0", revision="a3b142c183aebe5af344955ae20836eb34dcf69b",
                  files="global-shard_01_of_10/*/*.jsonl.zst", tokenizer="llama2", val=range(0), pair="c4"),  # a tenth
     "c4": dict(repo="allenai/c4", revision="1588ec454efa1a09f29cd18ddd04fe05fc8653a2",
-               files="en/c4-validation.*.json.gz", tokenizer="llama2", val=ALL, pair="dclm"),
+               files="en/c4-validation.*.json.gz", tokenizer="llama2", val=range(10**9), count="val", pair="dclm"),
 }
 MAGIC, HEADER, SHARD_TOKENS = 20240520, 1024, 100_000_000  # HEADER in bytes
 TEXT, RECORDS = (".txt", ".md", ".py"), (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".parquet")
@@ -62,10 +61,8 @@ LLAMA2_SHA256 = "9e556afd44213b6bd1be2b850ebbbd98f5481437a8021afaf58ee7fb1818d34
 CUT = re.compile(r"(?<=[^\s\u2581\ud800-\udfff])(?=[ \n])")
 
 def load_tokenizer(name, file=None):
-    """
-    Returns encode(text, starts) -> array of ids, and decode(list of ids) -> text. starts: does the text start a
-    document? What looks like a special token is ordinary text. file: Llama 2's tokenizer.model.
-    """
+    """Returns encode(text, starts) -> array of ids, and decode(list of ids) -> text. starts: does the text start a
+    document? What looks like a special token is ordinary text. file: Llama 2's tokenizer.model."""
     if name == "bytes":
         return (lambda text, starts: np.frombuffer(text.encode(), np.uint8),
                 lambda ids: bytes(ids).decode(errors="replace"))
@@ -93,50 +90,55 @@ def load_tokenizer(name, file=None):
 
 # ---- Reading ---------------------------------------------------------------------------------------------------------
 
-def text_pieces(path, begin=0, end=None):
-    """Yield (text, does it start the document?, end it?) of a file of UTF-8, or a part; little of it is in memory."""
-    left, text, starts = (end or os.path.getsize(path)) - begin, "", True
-    decode = codecs.getincrementaldecoder("utf-8")().decode  # a block may end within a character
-    with open(path, "rb") as f:
+def pieces(f, tail=0):
+    """Yield (text, does it start a document?, end it?, is it of the tail?) of a file of UTF-8, little of it in memory.
+    The last `tail` of it, a share, is a document of its own and comes first, so that --tokens cannot leave it out."""
+    size = f.seek(0, os.SEEK_END)
+    at = f.seek(round(size * (1 - tail)))
+    data = f.read(BLOCK)
+    found = re.search(rb"(?<=\S)(?=[ \n]\s*\S)", data) or re.search(rb"[^\s\x80-\xbf]", data)  # a word, else a letter
+    at = at + found.start() if found else size
+    for begin, end in [(at, size), (0, at)] if 0 < at < size else [(0, size)]:
         f.seek(begin)
+        left, text, starts = end - begin, "", True
+        decode = codecs.getincrementaldecoder("utf-8")().decode  # a block may end within a character
         while left > 0:
             data = f.read(min(BLOCK, left))
             left -= len(data)
             block = decode(data, left == 0)
             if left and (cut := CUT.search(block)):
-                yield text + block[:cut.start()], starts, False
+                yield text + block[:cut.start()], starts, False, begin > 0
                 text, starts = block[cut.start():], False
             else:
                 text += block
-    yield text, starts, True
+        yield text, starts, True, begin > 0
 
-def records(address):
-    """Yield (text, True, True) of each row of .parquet or line of JSON; address: a path, or hf://..., is streamed."""
+def documents(name, address, tail=0):
+    """Yield as pieces() does of a text, or of each row of .parquet or line of JSON. hf://... is streamed."""
+    if name.endswith(TEXT):
+        with open(address, "rb") as f:
+            yield from pieces(f, tail)
+        return
     import datasets
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what fails is told once
-    if address.endswith(".parquet"):
-        rows = datasets.load_dataset("parquet", data_files=address, columns=["text"], split="train", streaming=True)
-        for batch in rows.iter(256):
-            yield from ((text or "", True, True) for text in batch["text"])
-    else:  # as lines: its reader of JSON wants the same fields in all of them, which DCLM's have not
-        rows = datasets.load_dataset("text", data_files=address, split="train", streaming=True)
-        for batch in rows.iter(256):
-            for line in filter(str.strip, batch["text"]):
-                text = json.loads(line)["text"] or ""
-                yield text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"), True, True  # \ud800 alone
+    kind, columns = ("parquet", {"columns": ["text"]}) if name.endswith(".parquet") else ("text", {})
+    rows = datasets.load_dataset(kind, data_files=address, **columns, split="train", streaming=True)
+    for text in (text for batch in rows.iter(256) for text in batch["text"]):
+        if kind == "text":  # a line; the reader of JSON wants the same fields in all of them, which DCLM's have not
+            if not text.strip():
+                continue
+            text = (json.loads(text)["text"] or "").encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        yield from pieces(io.BytesIO(text.encode()), tail) if tail else [(text or "", True, True, False)]
 
 def batches(group, validates, number):
-    """
-    Yield lists of (text, split, starts, ends), of about BATCH characters, of a group of files (name, address, *span).
-    validates(number of a document, name of its file or beginning of its text); number: of the group's first document.
-    """
+    """Yield lists of (text, split, starts, ends), of about BATCH characters, of a group of (name, address, *tail).
+    validates(number of a document, name of its file or beginning of its text); number: of the first document."""
     batch, size = [], 0
-    for name, address, *span in group:
-        is_text = name.endswith(TEXT)
+    for name, address, *tail in group:
         with in_one_line(address, "when it can be read, as UTF-8 with a field text, the same command goes on"):
-            for text, starts, ends in text_pieces(address, *span) if is_text else records(address):
-                split = "val" if validates(number, name if is_text else text[:1000]) else "train"
-                batch.append((text, split, starts, ends))
+            for text, starts, ends, is_tail in documents(name, address, *tail):
+                val = is_tail or validates(number, name if name.endswith(TEXT) else text[:1000])
+                batch.append((text, "val" if val else "train", starts, ends))
                 size += len(text)
                 number += ends
                 if size >= BATCH:
@@ -224,10 +226,8 @@ def read_manifest(folder, source=None):
     return manifest
 
 def build(args, source, inputs, validates=None, count="train"):
-    """
-    Make data/NAME/ of inputs() -> groups of files, of ids or, if validates() says what validates, of text. --tokens are
-    of the split `count`. Shards end with their group; the groups that manifest.json counts are not made again.
-    """
+    """Make data/NAME/ of inputs() -> groups of files, of ids or, if validates() says what validates, of text. --tokens
+    are of the split `count`. Shards end with their group; the groups that manifest.json counts are not made again."""
     final, folder = Path("data", args.name), Path("data", f"{args.name}.partial")
     source = json.loads(json.dumps({**source, "tokenizer": args.tokenizer, "tokens": args.tokens}))
     if final.exists():
@@ -237,13 +237,11 @@ def build(args, source, inputs, validates=None, count="train"):
     vocab, eot = TOKENIZERS[args.tokenizer]
     convert = tokenizing(args, validates) if validates else lambda group, number: read_ids(group[0][1], vocab)
     folder.mkdir(parents=True, exist_ok=True)
-    with in_one_line(folder, "another prepare.py is writing there; wait, or choose another --name"):
-        fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)  # gone when this process is
     state = dict(name=args.name, source=source, tokenizer=args.tokenizer, vocab_size=vocab, eot=eot, done=0, shards=[])
     if (folder / "manifest.json").exists():
         state = read_manifest(folder, source)
     tokens = {split: sum(s["tokens"] for s in state["shards"] if s["split"] == split) for split in ("train", "val")}
-    limit, size, began = args.tokens or math.inf, 0, time.time()
+    limit = args.tokens or math.inf
     with tqdm(desc=args.name, unit="B", unit_scale=True, disable=None) as bar:
         for group in inputs()[state["done"]:]:
             if tokens[count] >= limit:
@@ -259,30 +257,23 @@ def build(args, source, inputs, validates=None, count="train"):
                     if growing[split].tokens >= SHARD_TOKENS:
                         shards = [*shards, growing.pop(split).close()]
                 bar.update(n)
-                size += n
                 if tokens[count] >= limit:
                     break
             state.update(done=state["done"] + 1, shards=[*shards, *(shard.close() for shard in growing.values())])
             (folder / "manifest.tmp").write_text(json.dumps(state, indent=1))
             os.replace(folder / "manifest.tmp", folder / "manifest.json")
 
-    if not any(tokens.values()):
-        shutil.rmtree(folder)
-        sys.exit("no token was found; give other input")
     if args.tokenizer_file:
         shutil.copy(args.tokenizer_file, folder / "tokenizer.model")  # for show and the tools
     folder.rename(final)
-    print(f"{final}: {tokens['train']:,} tokens to train on, {tokens['val']:,} to validate on; "
-          f"{size / 1e6:.1f} MB at {size / 1e6 / (time.time() - began):.1f} MB/s")
+    print(f"{final}: {tokens['train']:,} tokens to train on, {tokens['val']:,} to validate on")
     own = SOURCES.get(args.command, {})
-    if all(tokens.values()):
-        following = own.get("next", f"train_gpt.py --dataset={args.name}")
-        print(f"next: torchrun --standalone --nproc_per_node=1 {following}")
-        return
     train, val = (args.name if tokens[split] else own.get("pair", "ANOTHER") for split in ("train", "val"))
-    lacking = "val" if tokens["train"] else "train"
-    why = {"import": f": none of {args.what} is named {lacking}", "text": ": give more text, or another --val_fraction"}
-    print(f"{final} has no {lacking} tokens{why.get(args.command, '')}; to go on, --dataset={train} --val_dataset={val}")
+    lacking = " or ".join(split for split in tokens if not tokens[split])
+    more = f"files named {lacking}" if args.command == "import" else "more text"
+    print(f"{final} has no {lacking} tokens: give {more}, or take another dataset's too, by --dataset={train} "
+          f"--val_dataset={val}" if lacking else
+          f"next: torchrun --standalone --nproc_per_node=1 {own.get('next', f'train_gpt.py --dataset={train}')}")
 
 # ---- Commands --------------------------------------------------------------------------------------------------------
 
@@ -297,7 +288,7 @@ def below(folder, endings):
 
 def digest(files):
     """Another one when a file is another, or changed."""
-    stats = [(name, os.stat(path).st_size, os.stat(path).st_mtime_ns) for name, path in files]
+    stats = [(name, os.stat(path).st_size, os.stat(path).st_mtime_ns) for name, path, *_ in files]
     return hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16]
 
 def prepare_pysrc(args):
@@ -316,23 +307,22 @@ def prepare_text(args):
         files += [(Path(path).name, path)] if os.path.isfile(path) else below(path, TEXT + RECORDS)
     if not all(name.endswith(TEXT + RECORDS) for name, _ in files) or not files:
         sys.exit(f"{' '.join(args.input)}: expected files {' '.join(TEXT + RECORDS)}, or folders with such")
-    source = {"input": args.input, "val_fraction": fraction, "digest": digest(files)}
 
-    # however few there are, one validates: the first record, else the text of lowest hash, of a single text the end
-    names = [name for name, _ in files]
-    always = min(range(len(names)), key=lambda i: (1, share(names[i])) if names[i].endswith(TEXT) else (0, i))
-    if len(files) == 1 and names[0].endswith(TEXT) and fraction:
-        (name, path), = files
-        with open(path, "rb") as f:
-            at = f.seek(round(os.path.getsize(path) * (1 - fraction)))
-            at += re.search(rb"(?<=\S)(?=[ \n])|\Z", f.read()).start()
-        files, always, fraction = [(name, path, 0, at), (name, path, at)], 1, 0
+    # of many documents at least one validates: the first record, else the text of lowest hash; of few the end of each
+    always = min(range(len(files)), key=lambda i: (1, share(files[i][0])) if files[i][0].endswith(TEXT) else (0, i))
+    texts, tables = ([file for file in files if file[0].endswith(TEXT) == kind] for kind in (True, False))
+    known = itertools.chain(texts, itertools.chain.from_iterable(batches(tables, lambda *_: False, 0)))
+    many = math.ceil(1 / fraction) if fraction else 0  # so many that one would validate
+    few = sum(1 for _ in itertools.islice(known, many)) < many
+    if few:
+        files = [(*file, fraction) for file in files]
 
     def validates(number, key):
-        return share(key) < fraction or args.val_fraction > 0 and number == always
+        return not few and (share(key) < fraction or fraction > 0 and number == always)
 
     ends = np.cumsum([os.path.getsize(path) for _, path, *_ in files]) // GROUP
     groups = [[file for file, n in zip(files, ends) if n == end] for end in np.unique(ends)]
+    source = {"input": args.input, "val_fraction": fraction, "digest": digest(files)}
     build(args, source, lambda: groups, validates)
 
 def prepare_import(args):
@@ -358,23 +348,21 @@ def prepare_hub(args):
             found = huggingface_hub.HfFileSystem().glob(address)
         return [[(name, f"hf://{name}")] for name in sorted(found, key=lambda name: ("_val_" not in name, name))]
     validates = None if val is None else lambda number, key: number in val
-    build(args, source, inputs, validates, "val" if val == ALL else "train")
+    build(args, source, inputs, validates, SOURCES[args.command].get("count", "train"))
 
 def verify(args):
     folder = Path(args.what) if "/" in args.what else Path("data", args.what)
     manifest = read_manifest(folder)
     vocab, eot, mend = manifest["vocab_size"], manifest["eot"], f"delete {folder} and prepare it again"
-    files = [shard["file"] for shard in manifest["shards"]]
-    if sorted(files) != sorted(path.name for path in folder.glob("*.bin")):
+    if {shard["file"] for shard in manifest["shards"]} != {path.name for path in folder.glob("*.bin")}:
         sys.exit(f"{folder} holds other shards than its manifest.json; {mend}")
     for shard in manifest["shards"]:
         path = folder / shard["file"]
         header, ids = np.fromfile(path, "<u4", 7).tolist(), np.fromfile(path, "<u2", offset=HEADER)
-        expected = [MAGIC, 1, shard["tokens"], vocab, eot, zlib.crc32(ids), 1]
-        if header != expected or len(ids) != shard["tokens"] or ids.max() >= vocab \
-                or (ids == eot).sum() != shard["documents"]:
+        found = {**shard, "tokens": len(ids), "documents": (ids == eot).sum()}
+        if found != shard or header != [MAGIC, 1, len(ids), vocab, eot, zlib.crc32(ids), 1] or ids.max() >= vocab:
             sys.exit(f"{path} is damaged; {mend}")
-    print(f"{len(files)} shards verified: sizes, headers, checksums, id ranges, tokens and documents")
+    print(f"{len(manifest['shards'])} shards verified: sizes, headers, checksums, id ranges, tokens and documents")
 
 def show(args):
     folder = Path(args.what) if "/" in args.what else Path("data", args.what)
@@ -383,8 +371,7 @@ def show(args):
     print(json.dumps(manifest, indent=1))
     for shard in {shard["split"]: shard for shard in reversed(manifest["shards"])}.values():
         ids = np.fromfile(folder / shard["file"], "<u2", 200, offset=HEADER)
-        print(f"\n{shard['file']} begins with {ids[:10].tolist()}")
-        print(repr(decode(ids[ids != manifest["eot"]].tolist())))
+        print(f"\n{shard['file']} begins with", repr(decode(ids[ids != manifest["eot"]].tolist())))
 
 # ---- Main ------------------------------------------------------------------------------------------------------------
 
@@ -392,10 +379,7 @@ COMMANDS = {"pysrc": prepare_pysrc, "text": prepare_text, "import": prepare_impo
             **dict.fromkeys(SOURCES, prepare_hub)}
 
 def number_of_tokens(text):
-    number = round(float(text.rstrip("kMBT")) * {"k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:], 1))
-    if number < 1:
-        raise ValueError
-    return number
+    return round(float(text.rstrip("kMBT")) * {"k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:], 1))
 
 def main(argv):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -3,7 +3,7 @@ prepare.py: what the shards hold against an independent reading of the same file
 interruptions; a Hub served on loopback in the sources' real layout; what people do wrong. Some tests need
 TIKTOKEN_CACHE_DIR=FOLDER and LLAMA2_TOKENIZER=FOLDER/tokenizer.model.
 """
-import contextlib, fcntl, gzip, hashlib, http.server, io, json, os, random, re, subprocess, sys, sysconfig, threading
+import contextlib, gzip, hashlib, http.server, io, json, os, random, re, subprocess, sys, sysconfig, threading
 from urllib.parse import unquote
 from pathlib import Path
 
@@ -79,9 +79,9 @@ def test_ids_are_the_librarys_own_wherever_a_text_is_cut(tokenizer, monkeypatch)
     encode, cuts, expected = prepare.load_tokenizer(tokenizer, LLAMA2)[0], 0, reference(tokenizer)
     for document in sentences(500):
         write("a.txt", document)
-        pieces = list(prepare.text_pieces("a.txt"))
+        pieces = list(prepare.documents("a.txt", "a.txt"))
         assert "".join(text for text, *_ in pieces) == document
-        ids = np.concatenate([encode(text, starts) for text, starts, _ in pieces]).tolist()
+        ids = np.concatenate([encode(text, starts) for text, starts, *_ in pieces]).tolist()
         assert ids == expected(document), document
         cuts += len(pieces) - 1
     assert cuts > 500
@@ -146,14 +146,20 @@ def test_every_kind_of_file_gives_its_documents_in_order(workers, block, batch, 
         expected["val" if share < 0.2 or document == rows[0][0] else "train"].append(document)
     assert {split: texts("mine", split) for split in expected} == expected
 
-@pytest.mark.parametrize("files, expected", [
-    ({"a.txt": "one line\nanother\n" * 20}, " line\nanother\n"), ({"a.md": "A", "b.md": "B"}, "B"),
-    ({"a.jsonl": jsonl(["r0", "r1"])}, "r0"), ({"a.txt": "A", "b.parquet": parquet(["r0", "r1"])}, "r0")])
-def test_however_few_documents_there_are_one_validates(files, expected):
-    for name, data in files.items():
-        write(f"in/{name}", data)
-    prepare.main([*COMMAND, "--val_fraction=0.05"])
-    assert texts("mine", "val") == [expected] and texts("mine", "train")
+def test_of_few_documents_the_end_of_each_validates(capsys):
+    """As a share of its bytes, from the next word on or else the next character. Too little text is told."""
+    book, chinese = "one line\nanother\n" * 4000, "日本" * 100
+    write("in/book.txt", book)
+    write("in/c.jsonl", jsonl([chinese, book]))
+    write("in/note.md", "short\n")
+    prepare.main([*COMMAND, "--val_fraction=0.05", "--tokens=99"])  # leaves out nothing that validates
+    assert "next: " in capsys.readouterr().out
+    rest, end = book[:64603], book[64603:]  # 95 % are 64600
+    assert texts("mine", "val") == [end, chinese[-10:], end] and end.startswith(" line\n")
+    assert texts("mine", "train") == [rest, chinese[:-10], rest, "short\n"]
+    for argv in (["--input", "in/note.md", "--name=a"], ["--input", "in/book.txt", "--name=b", "--val_fraction=1"]):
+        prepare.main(["text", *argv])
+        assert re.search(f"data/{argv[2][-1]} has no (val|train) tokens: give more.*ANOTHER", capsys.readouterr().out)
 
 def test_few_jobs_are_read_ahead_and_results_are_in_order():
     read = []
@@ -186,7 +192,7 @@ KILL = "def kill(*_): os.kill(os.getpid(), 9)\nprepare.GROUP = 1000\n"
 def test_the_same_command_ends_an_interrupted_run_in_the_same_bytes(setup, monkeypatch):
     monkeypatch.setattr(prepare, "GROUP", 1000)
     for i in range(12):
-        write(f"in/{i}.txt", "".join(sentences(3, seed=i)))
+        write(f"in/{i}.txt", "".join(sentences(3, seed=i + 5)))
     prepare.main(COMMAND)
     Path("data/mine").rename("whole")
     run = child(*COMMAND, setup=setup)
@@ -205,13 +211,8 @@ def refused(pattern, *argv):
         prepare.main(list(argv))
     assert "\n" not in error.value.code
 
-def test_two_runs_and_another_source_do_not_write_one_dataset():
+def test_two_sources_are_not_one_dataset():
     write("in/a.txt", "A b c")
-    os.makedirs("data/mine.partial")
-    lock = os.open("data/mine.partial", os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    refused("another prepare.py", *COMMAND)
-    os.close(lock)
     prepare.main(COMMAND)
     write("in/b.txt", "B")
     refused("holds something else", *COMMAND)
