@@ -9,11 +9,9 @@ Text -> tokenized shards in data/NAME/, which train_gpt.py and train_llama.py re
     python prepare.py show pysrc                 # the manifest and a decoded excerpt
 
 The default takes 2 s and ends with "next: torchrun ... train_gpt.py --dataset=pysrc". data/README.md has the shards'
-format and the sources. Work lies in data/NAME.partial/, which becomes data/NAME/ when it is complete. The same command
-resumes an interrupted run at the input it was in, and ends in the same bytes, whatever the number of threads.
+format and the sources. The same command resumes an interrupted run, and ends in the same bytes with any --workers.
 """
 import argparse, codecs, contextlib, hashlib, io, itertools, json, math, os, re, shutil, sys, sysconfig, zlib
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,16 +22,15 @@ from tqdm import tqdm
 
 # val, the documents that validate, by number; or (share, seed, documents), the test split that datasets'
 # train_test_split(share, seed=seed) draws from so many; or None, where files hold ids and are named train or val
-FINEWEB = dict(repo="HuggingFaceFW/fineweb", revision="9bb295ddab0e05d785b879661af7260fed5140fc", tokenizer="gpt2",
-               val=range(30_000))
+FINEWEB = dict(repo="HuggingFaceFW/fineweb", revision="9bb295ddab0e05d785b879661af7260fed5140fc", val=range(30_000))
 SOURCES = {
     "openwebtext": dict(repo="Skylion007/openwebtext", revision="79d93d786212f7344586290adb811d4ae6a1762c",
-                        files="plain_text/*.parquet", tokenizer="gpt2", val=(0.0005, 2357, 8_013_769),  # nanoGPT's
+                        files="plain_text/*.parquet", val=(0.0005, 2357, 8_013_769),  # nanoGPT's
                         next="train_gpt.py --preset=gpt2-small"),
     "fineweb": dict(FINEWEB, files="sample/100BT/*.parquet", next="train_llama.py --preset=suite-b-210m"),
     "fineweb10b": dict(FINEWEB, files="sample/10BT/*.parquet"),
     "fineweb10b-gpt2": dict(repo="kjj0/fineweb10B-gpt2", revision="889765ea1f903759787add96995d81171b632d0c",
-                            files="fineweb_*.bin", tokenizer="gpt2", val=None),
+                            files="fineweb_*.bin", val=None),
     "dclm": dict(repo="mlfoundations/dclm-baseline-1.0", revision="a3b142c183aebe5af344955ae20836eb34dcf69b",
                  files="global-shard_01_of_10/*/*.jsonl.zst", tokenizer="llama2", val=range(0), pair="c4"),  # a tenth
     "c4": dict(repo="allenai/c4", revision="1588ec454efa1a09f29cd18ddd04fe05fc8653a2",
@@ -83,10 +80,9 @@ def load_tokenizer(name, file=None):
     if hashlib.sha256(Path(file).read_bytes()).hexdigest() != LLAMA2_SHA256:
         sys.exit(f"{file} is not Llama 2's tokenizer.model; give another --tokenizer_file")
     llama2 = sentencepiece.SentencePieceProcessor(model_file=str(file))
-    def encode(text, starts):
-        """The model puts a space before any text. A newline merges with nothing: behind one a document goes on."""
-        return np.array(llama2.encode(text) if starts else llama2.encode("\n" + text)[2:], "<u2")
-    return encode, llama2.decode
+    # the model puts a space before any text; a newline merges with nothing: behind one a document goes on
+    return (lambda text, starts: np.array(llama2.encode(text) if starts else llama2.encode("\n" + text)[2:], "<u2"),
+            llama2.decode)
 
 # ---- Reading ---------------------------------------------------------------------------------------------------------
 
@@ -113,7 +109,7 @@ def pieces(f, tail=0):
                 text += block
         yield text, starts, True, begin > 0
 
-def documents(name, address, tail=0):
+def documents(name, address, field, tail=0):
     """Yield as pieces() does of a text, or of each row of .parquet or line of JSON. hf://... is streamed."""
     if name.endswith(TEXT):
         with open(address, "rb") as f:
@@ -121,22 +117,24 @@ def documents(name, address, tail=0):
         return
     import datasets
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what fails is told once
-    kind, columns = ("parquet", {"columns": ["text"]}) if name.endswith(".parquet") else ("text", {})
+    kind, columns = ("parquet", {"columns": [field]}) if name.endswith(".parquet") else ("text", {})
     rows = datasets.load_dataset(kind, data_files=address, **columns, split="train", streaming=True)
-    for text in (text for batch in rows.iter(256) for text in batch["text"]):
+    texts = (text for batch in rows.iter(256) for text in batch[field if columns else "text"])
+    for number, text in enumerate(texts, 1):
         if kind == "text":  # a line; the reader of JSON wants the same fields in all of them, which DCLM's have not
             if not text.strip():
                 continue
-            text = (json.loads(text)["text"] or "").encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            with in_one_line(f"{address}, line {number}", f"expected JSON with a text as {field} (--field NAME)"):
+                text = (json.loads(text)[field] or "").encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         yield from pieces(io.BytesIO(text.encode()), tail) if tail else [(text or "", True, True, False)]
 
-def batches(group, validates, number):
+def batches(group, field, validates, number):
     """Yield lists of (text, split, starts, ends), of about BATCH characters, of a group of (name, address, *tail).
     validates(number of a document, name of its file or beginning of its text); number: of the first document."""
     batch, size = [], 0
     for name, address, *tail in group:
-        with in_one_line(address, "when it can be read, as UTF-8 with a field text, the same command goes on"):
-            for text, starts, ends, is_tail in documents(name, address, *tail):
+        with in_one_line(address, f"when it is UTF-8 with a field {field} (--field), the same command goes on"):
+            for text, starts, ends, is_tail in documents(name, address, field, *tail):
                 val = is_tail or validates(number, name if name.endswith(TEXT) else text[:1000])
                 batch.append((text, "val" if val else "train", starts, ends))
                 size += len(text)
@@ -157,16 +155,16 @@ def tokenizing(args, validates):
             parts[split] += [encode(text, starts), eot] if ends else [encode(text, starts)]
         size = sum(len(text.encode()) for text, *_ in batch)
         return size, [(split, np.concatenate(ids).astype("<u2")) for split, ids in parts.items() if ids]
-    return lambda group, number: in_threads(args.workers, convert_batch, batches(group, validates, number))
+    return lambda group, number: in_threads(args.workers, convert_batch, batches(group, args.field, validates, number))
 
 def in_threads(workers, function, jobs):
     """Yield function(job) in order. Tokenizers release the GIL. Few jobs are in memory, however many there are."""
     with ThreadPoolExecutor(workers) as pool:
-        queue = deque()
+        queue = []
         for job in jobs:
             queue.append(pool.submit(function, job))
             if len(queue) > 2 * workers:
-                yield queue.popleft().result()
+                yield queue.pop(0).result()
         yield from (future.result() for future in queue)
 
 def read_ids(address, vocab):
@@ -229,7 +227,8 @@ def build(args, source, inputs, validates=None, count="train"):
     """Make data/NAME/ of inputs() -> groups of files, of ids or, if validates() says what validates, of text. --tokens
     are of the split `count`. Shards end with their group; the groups that manifest.json counts are not made again."""
     final, folder = Path("data", args.name), Path("data", f"{args.name}.partial")
-    source = json.loads(json.dumps({**source, "tokenizer": args.tokenizer, "tokens": args.tokens}))
+    named = {} if args.field == "text" else {"field": args.field}
+    source = json.loads(json.dumps({**source, **named, "tokenizer": args.tokenizer, "tokens": args.tokens}))
     if final.exists():
         read_manifest(final, source)
         print(f"{final} is complete already")
@@ -270,9 +269,8 @@ def build(args, source, inputs, validates=None, count="train"):
     own = SOURCES.get(args.command, {})
     train, val = (args.name if tokens[split] else own.get("pair", "ANOTHER") for split in ("train", "val"))
     lacking = " or ".join(split for split in tokens if not tokens[split])
-    more = f"files named {lacking}" if args.command == "import" else "more text"
-    print(f"{final} has no {lacking} tokens: give {more}, or take another dataset's too, by --dataset={train} "
-          f"--val_dataset={val}" if lacking else
+    print(f"{final} has no {lacking} tokens: give more text (import: files named {lacking}), or take another dataset's "
+          f"too, --dataset={train} --val_dataset={val}" if lacking else
           f"next: torchrun --standalone --nproc_per_node=1 {own.get('next', f'train_gpt.py --dataset={train}')}")
 
 # ---- Commands --------------------------------------------------------------------------------------------------------
@@ -304,6 +302,8 @@ def prepare_pysrc(args):
 def prepare_text(args):
     files, fraction = [], args.val_fraction
     for path in args.input:
+        if not os.path.exists(path):
+            sys.exit(f"--input {path} does not exist; give the path of a file or folder")
         files += [(Path(path).name, path)] if os.path.isfile(path) else below(path, TEXT + RECORDS)
     if not all(name.endswith(TEXT + RECORDS) for name, _ in files) or not files:
         sys.exit(f"{' '.join(args.input)}: expected files {' '.join(TEXT + RECORDS)}, or folders with such")
@@ -311,19 +311,17 @@ def prepare_text(args):
     # of many documents at least one validates: the first record, else the text of lowest hash; of few the end of each
     always = min(range(len(files)), key=lambda i: (1, share(files[i][0])) if files[i][0].endswith(TEXT) else (0, i))
     texts, tables = ([file for file in files if file[0].endswith(TEXT) == kind] for kind in (True, False))
-    known = itertools.chain(texts, itertools.chain.from_iterable(batches(tables, lambda *_: False, 0)))
+    known = itertools.chain(texts, itertools.chain.from_iterable(batches(tables, args.field, lambda *_: False, 0)))
     many = math.ceil(1 / fraction) if fraction else 0  # so many that one would validate
     few = sum(1 for _ in itertools.islice(known, many)) < many
     if few:
         files = [(*file, fraction) for file in files]
 
-    def validates(number, key):
-        return not few and (share(key) < fraction or fraction > 0 and number == always)
-
     ends = np.cumsum([os.path.getsize(path) for _, path, *_ in files]) // GROUP
     groups = [[file for file, n in zip(files, ends) if n == end] for end in np.unique(ends)]
     source = {"input": args.input, "val_fraction": fraction, "digest": digest(files)}
-    build(args, source, lambda: groups, validates)
+    build(args, source, lambda: groups,
+          lambda number, key: not few and (share(key) < fraction or fraction > 0 and number == always))
 
 def prepare_import(args):
     files = [(Path(args.what).name, args.what)] if os.path.isfile(args.what) else below(args.what, ".bin")
@@ -388,6 +386,7 @@ def main(argv):
     add("what", nargs="?", help="import: a .bin or a folder of them; verify, show: a dataset")
     add("--input", nargs="+", metavar="PATH", help="text: files, folders")
     add("--val_fraction", type=float, default=0.02, help="text: share of the documents that validates (0.02)")
+    add("--field", metavar="NAME", default="text", help="text: of .jsonl and .parquet, where the text is (text)")
     add("--name", help="of the dataset to make; text and import need it")
     add("--tokenizer", choices=TOKENIZERS, help="default: a corpus' own, gpt2 for import, else bytes")
     add("--tokenizer_file", metavar="PATH", help="llama2's tokenizer.model (else it comes from the Hub)")
@@ -398,7 +397,9 @@ def main(argv):
     if missing := [name for name in needed.get(args.command, ()) if not getattr(args, name)]:
         parser.error(f"{args.command} needs {' and '.join(missing)}; see --help")
     args.name = args.name or args.command
-    own = SOURCES.get(args.command, {"tokenizer": "gpt2" if args.command == "import" else "bytes"})["tokenizer"]
+    if not re.fullmatch(r"(?!.*_(train|val))\w[\w.-]*", args.name):
+        sys.exit(f"--name {args.name}: it names a folder in data/; give letters, digits, _ . -, no _train, no _val")
+    own = "bytes" if args.command in ("pysrc", "text") else SOURCES.get(args.command, {}).get("tokenizer", "gpt2")
     args.tokenizer = args.tokenizer or own
     try:
         if args.tokenizer == "llama2" and not args.tokenizer_file:

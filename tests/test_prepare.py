@@ -79,7 +79,7 @@ def test_ids_are_the_librarys_own_wherever_a_text_is_cut(tokenizer, monkeypatch)
     encode, cuts, expected = prepare.load_tokenizer(tokenizer, LLAMA2)[0], 0, reference(tokenizer)
     for document in sentences(500):
         write("a.txt", document)
-        pieces = list(prepare.documents("a.txt", "a.txt"))
+        pieces = list(prepare.documents("a.txt", "a.txt", "text"))
         assert "".join(text for text, *_ in pieces) == document
         ids = np.concatenate([encode(text, starts) for text, starts, *_ in pieces]).tolist()
         assert ids == expected(document), document
@@ -220,14 +220,28 @@ def test_two_sources_are_not_one_dataset():
     refused("not made by prepare.py", *COMMAND[:-1], "theirs")
 
 @pytest.mark.parametrize("name, data, pattern", [
-    ("a.txt", b"\xe9t\xe9", "UnicodeDecodeError"), ("a.jsonl", '{"content": "x"}', "KeyError"),
-    ("a.jsonl", '{"text": 5}', "AttributeError"), ("a.jsonl", '{"text": "cut', "JSONDecodeError"),
-    ("a.parquet", b"PAR1", "Arrow"), ("a.jsonl.gz", gzip.compress(jsonl(["text"] * 99), mtime=0)[:-9], "EOF"),
-    ("a.png", b"", "expected files")])
+    ("a.txt", b"\xe9t\xe9", "a.txt: UnicodeDecodeError"), ("a.jsonl.gz", gzip.compress(jsonl("abc"))[:-9], "EOF"),
+    ("a.jsonl", b'\n{"body": "x"}', "a.jsonl, line 2: KeyError: 'text'.*--field"), ("a.parquet", b"PAR1", "Arrow"),
+    ("a.jsonl", jsonl(["a"] * 300) + b'{"text": "cut', "a.jsonl, line 301: JSONDecodeError"),
+    ("a.jsonl", '{"text": 5}', "line 1: AttributeError"), ("a.png", b"", "expected files")])
 def test_what_cannot_be_read_is_named(name, data, pattern):
     write("in/" + name, data)
     refused(f"in.*{pattern}", *COMMAND)
     assert not Path("data/mine").exists()
+
+def test_the_text_may_have_another_field():
+    write("in/a.jsonl", jsonl(sentences(90)).replace(b'"text"', b'"body"'))
+    pyarrow.parquet.write_table(pyarrow.table({"body": ["r0", "r1"]}), "in/b.parquet")
+    refused(r"b.parquet.*text.*\(--field\)", *COMMAND[:2], "in/b.parquet", *COMMAND[3:])
+    prepare.main([*COMMAND, "--field=body", "--val_fraction=0"])
+    assert texts("mine", "train") == [*sentences(90), "r0", "r1"]
+
+def test_a_name_is_one_folder_in_data_and_an_input_exists():
+    write("in/a.txt", "A b c")
+    for name in "../x", "a/b", "..", ".x", "my_val":  # the train scripts would take my_val_train_000001.bin for both
+        refused("--name", *COMMAND[:-1], name)
+    refused("--input nowhere does not exist", "text", "--input", "in", "nowhere", "--name", "mine")
+    assert os.listdir() == ["in"]
 
 def test_damage_is_found():
     write("in/a.txt", " ".join(sentences(9)))
