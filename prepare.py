@@ -328,6 +328,9 @@ def prepare_import(args):
     if not files:
         sys.exit(f"{args.what}: expected nanoGPT's train.bin, a shard, or a folder of such")
     for _, path in files:
+        if (meta := Path(path).with_name("meta.pkl")).exists():
+            sys.exit(f"{meta}: nanoGPT's ids of characters, not GPT-2's; tokenize the text: "
+                     f"python prepare.py text --input {meta.with_name('input.txt')} --name {args.name}")
         if np.fromfile(path, "<u4", 1).tolist() == [20240801]:
             sys.exit(f"{path} has llm.c's ids of 32 bits, for Llama 3, and ours have 16; tokenize the text: "
                      f"python prepare.py text --input TEXT --name {args.name} --tokenizer gpt2")

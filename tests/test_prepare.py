@@ -1,8 +1,5 @@
-"""
-prepare.py: what the shards hold against an independent reading of the same files and the vocabularies' own libraries;
-interruptions; a Hub served on loopback in the sources' real layout; what people do wrong. Some tests need
-TIKTOKEN_CACHE_DIR=FOLDER and LLAMA2_TOKENIZER=FOLDER/tokenizer.model.
-"""
+"""prepare.py: what the shards hold against an independent reading of the same files and the vocabularies' own libraries;
+interruptions; a Hub served on loopback in the sources' real layout; what people do wrong."""
 import contextlib, gzip, hashlib, http.server, io, json, os, random, re, subprocess, sys, sysconfig, threading
 from urllib.parse import unquote
 from pathlib import Path
@@ -19,13 +16,12 @@ LLAMA2 = os.environ.get("LLAMA2_TOKENIZER")
 needs_gpt2 = pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="TIKTOKEN_CACHE_DIR is not set")
 needs_llama2 = pytest.mark.skipif(not LLAMA2, reason="LLAMA2_TOKENIZER (path of tokenizer.model) is not set")
 VOCABULARIES = [pytest.param("gpt2", marks=needs_gpt2), pytest.param("llama2", marks=needs_llama2)]
+COMMAND = ["text", "--input", "in", "--name", "mine"]
 
 @pytest.fixture(autouse=True)
 def in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-
-COMMAND = ["text", "--input", "in", "--name", "mine"]
 
 def child(*argv, setup="", **env):
     """prepare.py in a process of its own, after the statements of `setup`."""
@@ -157,9 +153,9 @@ def test_of_few_documents_the_end_of_each_validates(capsys):
     rest, end = book[:64603], book[64603:]  # 95 % are 64600
     assert texts("mine", "val") == [end, chinese[-10:], end] and end.startswith(" line\n")
     assert texts("mine", "train") == [rest, chinese[:-10], rest, "short\n"]
-    for argv in (["--input", "in/note.md", "--name=a"], ["--input", "in/book.txt", "--name=b", "--val_fraction=1"]):
-        prepare.main(["text", *argv])
-        assert re.search(f"data/{argv[2][-1]} has no (val|train) tokens: give more.*ANOTHER", capsys.readouterr().out)
+    for lacking, *argv in ("val", "in/note.md", "--name=a"), ("train", "in/book.txt", "--name=b", "--val_fraction=1"):
+        prepare.main(["text", "--input", *argv])
+        assert f" has no {lacking} tokens: give more text" in capsys.readouterr().out.splitlines()[-1]
 
 def test_few_jobs_are_read_ahead_and_results_are_in_order():
     read = []
@@ -211,14 +207,6 @@ def refused(pattern, *argv):
         prepare.main(list(argv))
     assert "\n" not in error.value.code
 
-def test_two_sources_are_not_one_dataset():
-    write("in/a.txt", "A b c")
-    prepare.main(COMMAND)
-    write("in/b.txt", "B")
-    refused("holds something else", *COMMAND)
-    write("data/theirs/theirs_train_000001.bin", "")
-    refused("not made by prepare.py", *COMMAND[:-1], "theirs")
-
 @pytest.mark.parametrize("name, data, pattern", [
     ("a.txt", b"\xe9t\xe9", "a.txt: UnicodeDecodeError"), ("a.jsonl.gz", gzip.compress(jsonl("abc"))[:-9], "EOF"),
     ("a.jsonl", b'\n{"body": "x"}', "a.jsonl, line 2: KeyError: 'text'.*--field"), ("a.parquet", b"PAR1", "Arrow"),
@@ -236,12 +224,15 @@ def test_the_text_may_have_another_field():
     prepare.main([*COMMAND, "--field=body", "--val_fraction=0"])
     assert texts("mine", "train") == [*sentences(90), "r0", "r1"]
 
-def test_a_name_is_one_folder_in_data_and_an_input_exists():
+def test_a_dataset_is_one_folder_in_data_of_one_source():
     write("in/a.txt", "A b c")
     for name in "../x", "a/b", "..", ".x", "my_val":  # the train scripts would take my_val_train_000001.bin for both
         refused("--name", *COMMAND[:-1], name)
     refused("--input nowhere does not exist", "text", "--input", "in", "nowhere", "--name", "mine")
     assert os.listdir() == ["in"]
+    prepare.main(COMMAND)
+    write("in/b.txt", "B")
+    refused("holds something else", *COMMAND)
 
 def test_damage_is_found():
     write("in/a.txt", " ".join(sentences(9)))
@@ -277,14 +268,16 @@ def test_import_refuses_what_is_cut_or_of_another_tokenizer():
 
 def test_of_others_shards_one_line_says_what_was_found_and_what_to_run(capsys):
     write_shard("data/llmc/tiny_shakespeare_train.bin", range(500), ours=False)
-    write_shard("data/llmc/val/tiny_shakespeare_val.bin", range(500), ours=False)
     refused("1 .bin files, no manifest.json; python prepare.py import data/llmc ", "verify", "llmc")
+    refused("not made by prepare.py", "import", "data/llmc", "--name", "llmc")
     write("llama3/edu_fineweb_train_000001.bin", np.array([20240801, 7, 128_000], "<u4").tobytes())
     refused("llama3/.* ids of 32 bits.*python prepare.py text", "import", "llama3", "--name", "llama3")
-    for what, name, options in ("tiny_shakespeare_train.bin", "t", "--dataset=t --val_dataset=ANOTHER"), \
-                               ("val", "v", "--dataset=ANOTHER --val_dataset=v"):
-        prepare.main(["import", f"data/llmc/{what}", "--name", name])
-        assert "next:" not in (last := capsys.readouterr().out.splitlines()[-1]) and last.endswith(options)
+    write("chars/train.bin", np.arange(65, dtype="<u2").tobytes())
+    write("chars/meta.pkl", "")
+    refused("python prepare.py text --input chars/input.txt --name c", "import", "chars/train.bin", "--name", "c")
+    prepare.main(["import", "data/llmc", "--name", "mine"])
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("data/mine has no val tokens: ") and last.endswith("--dataset=mine --val_dataset=ANOTHER")
 
 class Hub(http.server.BaseHTTPRequestHandler):
     """What huggingface_hub asks of a Hub, for the files in hub/REPO, at the pinned revisions only."""
