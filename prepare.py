@@ -20,8 +20,8 @@ from tqdm import tqdm
 
 # ---- Sources on the Hub ----------------------------------------------------------------------------------------------
 
-# val, the documents that validate, by number; or (share, seed, documents), the test split that datasets'
-# train_test_split(share, seed=seed) draws from so many; or None, where files hold ids and are named train or val
+# val: which documents validate, by number; or (share, seed, documents), the test split that datasets' train_test_split
+# draws of so many; or None, where files hold ids and are named. count: split of --tokens. pair: has the split not here
 FINEWEB = dict(repo="HuggingFaceFW/fineweb", revision="9bb295ddab0e05d785b879661af7260fed5140fc", val=range(30_000))
 SOURCES = {
     "openwebtext": dict(repo="Skylion007/openwebtext", revision="79d93d786212f7344586290adb811d4ae6a1762c",
@@ -124,7 +124,7 @@ def documents(name, address, field, tail=0):
         if kind == "text":  # a line; the reader of JSON wants the same fields in all of them, which DCLM's have not
             if not text.strip():
                 continue
-            with in_one_line(f"{address}, line {number}", f"expected JSON with a text as {field} (--field NAME)"):
+            with in_one_line(f"{address}, line {number}", f"expected JSON with the field {field} (--field)"):
                 text = (json.loads(text)[field] or "").encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         yield from pieces(io.BytesIO(text.encode()), tail) if tail else [(text or "", True, True, False)]
 
@@ -236,9 +236,8 @@ def build(args, source, inputs, validates=None, count="train"):
     vocab, eot = TOKENIZERS[args.tokenizer]
     convert = tokenizing(args, validates) if validates else lambda group, number: read_ids(group[0][1], vocab)
     folder.mkdir(parents=True, exist_ok=True)
-    state = dict(name=args.name, source=source, tokenizer=args.tokenizer, vocab_size=vocab, eot=eot, done=0, shards=[])
-    if (folder / "manifest.json").exists():
-        state = read_manifest(folder, source)
+    state = read_manifest(folder, source) if (folder / "manifest.json").exists() else dict(
+        name=args.name, source=source, tokenizer=args.tokenizer, vocab_size=vocab, eot=eot, done=0, shards=[])
     tokens = {split: sum(s["tokens"] for s in state["shards"] if s["split"] == split) for split in ("train", "val")}
     limit = args.tokens or math.inf
     with tqdm(desc=args.name, unit="B", unit_scale=True, disable=None) as bar:
@@ -269,8 +268,8 @@ def build(args, source, inputs, validates=None, count="train"):
     own = SOURCES.get(args.command, {})
     train, val = (args.name if tokens[split] else own.get("pair", "ANOTHER") for split in ("train", "val"))
     lacking = " or ".join(split for split in tokens if not tokens[split])
-    print(f"{final} has no {lacking} tokens: give more text (import: files named {lacking}), or take another dataset's "
-          f"too, --dataset={train} --val_dataset={val}" if lacking else
+    print(f"{final} has no {lacking} tokens: give more text (import: files named {lacking}), or train with "
+          f"--dataset={train} --val_dataset={val}" if lacking else
           f"next: torchrun --standalone --nproc_per_node=1 {own.get('next', f'train_gpt.py --dataset={train}')}")
 
 # ---- Commands --------------------------------------------------------------------------------------------------------
@@ -305,27 +304,25 @@ def prepare_text(args):
         if not os.path.exists(path):
             sys.exit(f"--input {path} does not exist; give the path of a file or folder")
         files += [(Path(path).name, path)] if os.path.isfile(path) else below(path, TEXT + RECORDS)
-    if not all(name.endswith(TEXT + RECORDS) for name, _ in files) or not files:
-        sys.exit(f"{' '.join(args.input)}: expected files {' '.join(TEXT + RECORDS)}, or folders with such")
+    if not all(name.endswith(TEXT + RECORDS) for name, _ in files) or not any(os.path.getsize(p) for _, p in files):
+        sys.exit(f"{' '.join(args.input)}: expected text in files {' '.join(TEXT + RECORDS)}, or folders with such")
 
     # of many documents at least one validates: the first record, else the text of lowest hash; of few the end of each
     always = min(range(len(files)), key=lambda i: (1, share(files[i][0])) if files[i][0].endswith(TEXT) else (0, i))
     texts, tables = ([file for file in files if file[0].endswith(TEXT) == kind] for kind in (True, False))
     known = itertools.chain(texts, itertools.chain.from_iterable(batches(tables, args.field, lambda *_: False, 0)))
-    many = math.ceil(1 / fraction) if fraction else 0  # so many that one would validate
+    many = math.ceil(1 / fraction) if fraction > 0 else 0  # so many that one would validate
     few = sum(1 for _ in itertools.islice(known, many)) < many
-    if few:
-        files = [(*file, fraction) for file in files]
+    files = [(*file, fraction) for file in files] if few else files
 
     ends = np.cumsum([os.path.getsize(path) for _, path, *_ in files]) // GROUP
     groups = [[file for file, n in zip(files, ends) if n == end] for end in np.unique(ends)]
-    source = {"input": args.input, "val_fraction": fraction, "digest": digest(files)}
-    build(args, source, lambda: groups,
+    build(args, {"input": args.input, "val_fraction": fraction, "digest": digest(files)}, lambda: groups,
           lambda number, key: not few and (share(key) < fraction or fraction > 0 and number == always))
 
 def prepare_import(args):
     files = [(Path(args.what).name, args.what)] if os.path.isfile(args.what) else below(args.what, ".bin")
-    if not files:
+    if not any(os.path.getsize(path) for _, path in files):
         sys.exit(f"{args.what}: expected nanoGPT's train.bin, a shard, or a folder of such")
     for _, path in files:
         if (meta := Path(path).with_name("meta.pkl")).exists():
@@ -380,7 +377,10 @@ COMMANDS = {"pysrc": prepare_pysrc, "text": prepare_text, "import": prepare_impo
             **dict.fromkeys(SOURCES, prepare_hub)}
 
 def number_of_tokens(text):
-    return round(float(text.rstrip("kMBT")) * {"k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:], 1))
+    number = round(float(text.rstrip("kMBT")) * {"k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:], 1))
+    if number < 1:
+        raise ValueError
+    return number
 
 def main(argv):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -1,4 +1,4 @@
-"""prepare.py: what the shards hold against an independent reading of the same files and the vocabularies' own libraries;
+"""prepare.py: what the shards hold against an independent reading of the same files and the vocabularies' libraries;
 interruptions; a Hub served on loopback in the sources' real layout; what people do wrong."""
 import contextlib, gzip, hashlib, http.server, io, json, os, random, re, subprocess, sys, sysconfig, threading
 from urllib.parse import unquote
@@ -211,7 +211,7 @@ def refused(pattern, *argv):
     ("a.txt", b"\xe9t\xe9", "a.txt: UnicodeDecodeError"), ("a.jsonl.gz", gzip.compress(jsonl("abc"))[:-9], "EOF"),
     ("a.jsonl", b'\n{"body": "x"}', "a.jsonl, line 2: KeyError: 'text'.*--field"), ("a.parquet", b"PAR1", "Arrow"),
     ("a.jsonl", jsonl(["a"] * 300) + b'{"text": "cut', "a.jsonl, line 301: JSONDecodeError"),
-    ("a.jsonl", '{"text": 5}', "line 1: AttributeError"), ("a.png", b"", "expected files")])
+    ("a.jsonl", '{"text": 5}', "line 1: AttributeError"), ("a.png", b"x", "expected"), ("a.md", b"", "expected text")])
 def test_what_cannot_be_read_is_named(name, data, pattern):
     write("in/" + name, data)
     refused(f"in.*{pattern}", *COMMAND)
