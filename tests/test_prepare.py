@@ -1,9 +1,6 @@
-"""
-prepare.py: what the shards hold against an independent reading of the same files and the vocabularies' own libraries;
-interruptions; a Hub served on loopback in the sources' real layout; what people do wrong. Some tests need
-TIKTOKEN_CACHE_DIR=FOLDER and LLAMA2_TOKENIZER=FOLDER/tokenizer.model.
-"""
-import contextlib, fcntl, gzip, hashlib, http.server, io, json, os, random, re, subprocess, sys, sysconfig, threading
+"""prepare.py: what the shards hold against an independent reading of the same files and the vocabularies' libraries;
+interruptions; a Hub served on loopback in the sources' real layout; what people do wrong."""
+import contextlib, gzip, hashlib, http.server, io, json, os, random, re, subprocess, sys, sysconfig, threading
 from urllib.parse import unquote
 from pathlib import Path
 
@@ -19,13 +16,12 @@ LLAMA2 = os.environ.get("LLAMA2_TOKENIZER")
 needs_gpt2 = pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="TIKTOKEN_CACHE_DIR is not set")
 needs_llama2 = pytest.mark.skipif(not LLAMA2, reason="LLAMA2_TOKENIZER (path of tokenizer.model) is not set")
 VOCABULARIES = [pytest.param("gpt2", marks=needs_gpt2), pytest.param("llama2", marks=needs_llama2)]
+COMMAND = ["text", "--input", "in", "--name", "mine"]
 
 @pytest.fixture(autouse=True)
 def in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-
-COMMAND = ["text", "--input", "in", "--name", "mine"]
 
 def child(*argv, setup="", **env):
     """prepare.py in a process of its own, after the statements of `setup`."""
@@ -79,9 +75,9 @@ def test_ids_are_the_librarys_own_wherever_a_text_is_cut(tokenizer, monkeypatch)
     encode, cuts, expected = prepare.load_tokenizer(tokenizer, LLAMA2)[0], 0, reference(tokenizer)
     for document in sentences(500):
         write("a.txt", document)
-        pieces = list(prepare.text_pieces("a.txt"))
+        pieces = list(prepare.documents("a.txt", "a.txt", "text"))
         assert "".join(text for text, *_ in pieces) == document
-        ids = np.concatenate([encode(text, starts) for text, starts, _ in pieces]).tolist()
+        ids = np.concatenate([encode(text, starts) for text, starts, *_ in pieces]).tolist()
         assert ids == expected(document), document
         cuts += len(pieces) - 1
     assert cuts > 500
@@ -93,9 +89,9 @@ def test_every_document_of_the_shards_has_the_librarys_ids(tokenizer):
     file = ["--tokenizer_file", LLAMA2] if tokenizer == "llama2" else []
     prepare.main([*COMMAND, "--val_fraction=0", "--tokenizer", tokenizer, *file])
     assert [ids.tolist() for ids in documents("mine", "train", eot)] == [reference(tokenizer)(row) for row in rows]
-    shards = fresh(dataset="mine").Shards("mine", "train")  # the train scripts', which decode a sample too
+    shards = fresh().Shards("mine", "train")  # the train scripts'
     assert (shards.vocab, shards.eot) == prepare.TOKENIZERS[tokenizer]
-    assert fresh().decode(reference(tokenizer)("a text"), shards) == "a text"
+    assert tokenizer != "llama2" or Path("data/mine/tokenizer.model").read_bytes() == Path(LLAMA2).read_bytes()
 
 @needs_gpt2
 @pytest.mark.parametrize("run", [" " * 1_100_000, "\n" * 1_100_000, "a" * 200_000])
@@ -146,14 +142,20 @@ def test_every_kind_of_file_gives_its_documents_in_order(workers, block, batch, 
         expected["val" if share < 0.2 or document == rows[0][0] else "train"].append(document)
     assert {split: texts("mine", split) for split in expected} == expected
 
-@pytest.mark.parametrize("files, expected", [
-    ({"a.txt": "one line\nanother\n" * 20}, " line\nanother\n"), ({"a.md": "A", "b.md": "B"}, "B"),
-    ({"a.jsonl": jsonl(["r0", "r1"])}, "r0"), ({"a.txt": "A", "b.parquet": parquet(["r0", "r1"])}, "r0")])
-def test_however_few_documents_there_are_one_validates(files, expected):
-    for name, data in files.items():
-        write(f"in/{name}", data)
-    prepare.main([*COMMAND, "--val_fraction=0.05"])
-    assert texts("mine", "val") == [expected] and texts("mine", "train")
+def test_of_few_documents_the_end_of_each_validates(capsys):
+    """As a share of its bytes, from the next word on or else the next character. Too little text is told."""
+    book, chinese = "one line\nanother\n" * 4000, "日本" * 100
+    write("in/book.txt", book)
+    write("in/c.jsonl", jsonl([chinese, book]))
+    write("in/note.md", "short\n")
+    prepare.main([*COMMAND, "--val_fraction=0.05", "--tokens=99"])  # leaves out nothing that validates
+    assert "next: " in capsys.readouterr().out
+    rest, end = book[:64603], book[64603:]  # 95 % are 64600
+    assert texts("mine", "val") == [end, chinese[-10:], end] and end.startswith(" line\n")
+    assert texts("mine", "train") == [rest, chinese[:-10], rest, "short\n"]
+    for lacking, *argv in ("val", "in/note.md", "--name=a"), ("train", "in/book.txt", "--name=b", "--val_fraction=1"):
+        prepare.main(["text", "--input", *argv])
+        assert f" has no {lacking} tokens: give more text" in capsys.readouterr().out.splitlines()[-1]
 
 def test_few_jobs_are_read_ahead_and_results_are_in_order():
     read = []
@@ -186,7 +188,7 @@ KILL = "def kill(*_): os.kill(os.getpid(), 9)\nprepare.GROUP = 1000\n"
 def test_the_same_command_ends_an_interrupted_run_in_the_same_bytes(setup, monkeypatch):
     monkeypatch.setattr(prepare, "GROUP", 1000)
     for i in range(12):
-        write(f"in/{i}.txt", "".join(sentences(3, seed=i)))
+        write(f"in/{i}.txt", "".join(sentences(3, seed=i + 5)))
     prepare.main(COMMAND)
     Path("data/mine").rename("whole")
     run = child(*COMMAND, setup=setup)
@@ -205,28 +207,32 @@ def refused(pattern, *argv):
         prepare.main(list(argv))
     assert "\n" not in error.value.code
 
-def test_two_runs_and_another_source_do_not_write_one_dataset():
-    write("in/a.txt", "A b c")
-    os.makedirs("data/mine.partial")
-    lock = os.open("data/mine.partial", os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    refused("another prepare.py", *COMMAND)
-    os.close(lock)
-    prepare.main(COMMAND)
-    write("in/b.txt", "B")
-    refused("holds something else", *COMMAND)
-    write("data/theirs/theirs_train_000001.bin", "")
-    refused("not made by prepare.py", *COMMAND[:-1], "theirs")
-
 @pytest.mark.parametrize("name, data, pattern", [
-    ("a.txt", b"\xe9t\xe9", "UnicodeDecodeError"), ("a.jsonl", '{"content": "x"}', "KeyError"),
-    ("a.jsonl", '{"text": 5}', "AttributeError"), ("a.jsonl", '{"text": "cut', "JSONDecodeError"),
-    ("a.parquet", b"PAR1", "Arrow"), ("a.jsonl.gz", gzip.compress(jsonl(["text"] * 99), mtime=0)[:-9], "EOF"),
-    ("a.png", b"", "expected files")])
+    ("a.txt", b"\xe9t\xe9", "a.txt: UnicodeDecodeError"), ("a.jsonl.gz", gzip.compress(jsonl("abc"))[:-9], "EOF"),
+    ("a.jsonl", b'\n{"body": "x"}', "a.jsonl, line 2: KeyError: 'text'.*--field"), ("a.parquet", b"PAR1", "Arrow"),
+    ("a.jsonl", jsonl(["a"] * 300) + b'{"text": "cut', "a.jsonl, line 301: JSONDecodeError"),
+    ("a.jsonl", '{"text": 5}', "line 1: AttributeError"), ("a.png", b"x", "expected"), ("a.md", b"", "expected text")])
 def test_what_cannot_be_read_is_named(name, data, pattern):
     write("in/" + name, data)
     refused(f"in.*{pattern}", *COMMAND)
     assert not Path("data/mine").exists()
+
+def test_the_text_may_have_another_field():
+    write("in/a.jsonl", jsonl(sentences(90)).replace(b'"text"', b'"body"'))
+    pyarrow.parquet.write_table(pyarrow.table({"body": ["r0", "r1"]}), "in/b.parquet")
+    refused(r"b.parquet.*text.*\(--field\)", *COMMAND[:2], "in/b.parquet", *COMMAND[3:])
+    prepare.main([*COMMAND, "--field=body", "--val_fraction=0"])
+    assert texts("mine", "train") == [*sentences(90), "r0", "r1"]
+
+def test_a_dataset_is_one_folder_in_data_of_one_source():
+    write("in/a.txt", "A b c")
+    for name in "../x", "a/b", "..", ".x", "my_val":  # the train scripts would take my_val_train_000001.bin for both
+        refused("--name", *COMMAND[:-1], name)
+    refused("--input nowhere does not exist", "text", "--input", "in", "nowhere", "--name", "mine")
+    assert os.listdir() == ["in"]
+    prepare.main(COMMAND)
+    write("in/b.txt", "B")
+    refused("holds something else", *COMMAND)
 
 def test_damage_is_found():
     write("in/a.txt", " ".join(sentences(9)))
@@ -247,7 +253,8 @@ def test_import_of_nanogpt_and_of_llmc(monkeypatch):
     for split, part in ("train", ids), ("val", ids[:700]):
         write(f"nanogpt/{split}.bin", part.tobytes())
         write_shard(f"llmc/edu_fineweb_{split}_000001.bin", part, ours=False)
-    for name in "nanogpt", "llmc":
+        write_shard(f"small/values_{split}.bin", part, ours=False)  # of a small corpus of llm.c, without a number
+    for name in "nanogpt", "llmc", "small":
         prepare.main(["import", name, "--name", name])
         prepare.main(["verify", name])
         assert np.array_equal(tokens(name, "train"), ids) and np.array_equal(tokens(name, "val"), ids[:700])
@@ -258,6 +265,19 @@ def test_import_refuses_what_is_cut_or_of_another_tokenizer():
     write("c/train.bin", np.full(500, 60000, "<u2").tobytes())
     for name, tokenizer, pattern in ("a", "gpt2", "257"), ("b", "bytes", "1500 bytes"), ("c", "gpt2", "60000"):
         refused(pattern, "import", name, "--name", name, "--tokenizer", tokenizer)
+
+def test_of_others_shards_one_line_says_what_was_found_and_what_to_run(capsys):
+    write_shard("data/llmc/tiny_shakespeare_train.bin", range(500), ours=False)
+    refused("1 .bin files, no manifest.json; python prepare.py import data/llmc ", "verify", "llmc")
+    refused("not made by prepare.py", "import", "data/llmc", "--name", "llmc")
+    write("llama3/edu_fineweb_train_000001.bin", np.array([20240801, 7, 128_000], "<u4").tobytes())
+    refused("llama3/.* ids of 32 bits.*python prepare.py text", "import", "llama3", "--name", "llama3")
+    write("chars/train.bin", np.arange(65, dtype="<u2").tobytes())
+    write("chars/meta.pkl", "")
+    refused("python prepare.py text --input chars/input.txt --name c", "import", "chars/train.bin", "--name", "c")
+    prepare.main(["import", "data/llmc", "--name", "mine"])
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("data/mine has no val tokens: ") and last.endswith("--dataset=mine --val_dataset=ANOTHER")
 
 class Hub(http.server.BaseHTTPRequestHandler):
     """What huggingface_hub asks of a Hub, for the files in hub/REPO, at the pinned revisions only."""
