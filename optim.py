@@ -13,7 +13,6 @@ hat: bias-corrected; tilde: with Nesterov's lookahead. m is the number of output
 import functools
 import warnings
 from collections import namedtuple
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,8 @@ def newton_schulz(G: Tensor, steps: int = 5, eps: float = 1e-7, dtype: torch.dty
     G: (..., m, n) of any float dtype; normalised in fp32 (fp64 for fp64). coefficients: (a, b, c), or one such triple
     for each step. Returns (..., m, n), computed in `dtype`."""
     tall = G.size(-2) > G.size(-1)
-    X = normalise(upcast(G.mT if tall else G), eps).to(dtype)
+    X = upcast(G.mT if tall else G)
+    X = (X / (frobenius_norm(X) + eps)).to(dtype)
     for a, b, c in triples(steps, coefficients):
         A = X @ X.mT
         X = a * X + (b * A + c * A @ A) @ X
@@ -46,35 +46,32 @@ def newton_schulz_gram(X: Tensor, steps: int = 5, coefficients=JORDAN) -> Tensor
     if every R came that way; every other one does: five steps are 2 + 1 + 2. With other coefficients than Jordan's
     that costs precision, so there every step takes an R of its own."""
     m, n = X.shape[-2:]
-    Y = torch.empty_like(X)
+    Y, todo = torch.empty_like(X), triples(steps, coefficients)
+    pair, jordan = False, tuple(coefficients) == JORDAN
     number = 1 / m  # the mean of R's diagonal, as |X|_F = 1; later any number near 0.2, or 0.5 for others, works
-    pair = False
-    todo = triples(steps, coefficients)
     while todo:
         R = Shifted(number, X @ X.mT)
         R.rest.diagonal(dim1=-2, dim2=-1).sub_(number)
         Z = polynomial(R, todo.pop(0))
-        pair = n >= 2 * m and len(todo) > 0 and not pair and coefficients == JORDAN  # does this R serve two steps?
+        pair = jordan and n >= 2 * m and len(todo) > 0 and not pair  # does this R serve two steps?
         if pair:
             next_R = product(product(R, Z), Z)
             Z = product(Z, polynomial(next_R, todo.pop(0)))  # of both steps
         torch.baddbmm(X, Z.rest, X, beta=Z.number, out=Y)  # ZX
         X, Y = Y, X
-        number = 0.2 if coefficients == JORDAN else 0.5
+        number = 0.2 if jordan else 0.5
     return X
 
-class Shifted(NamedTuple):
-    """The (m, m) matrices number·I + rest. bf16 keeps small numbers more exactly, and this way the rest is small: the
-    error of five steps is 0.9 times the standard form's, and 4 times without it."""
-    number: float
-    rest: Tensor  # (k, m, m)
+# The (m, m) matrices number·I + rest; rest is (k, m, m). bf16 keeps small numbers more exactly, and this way they are:
+# the error of five steps is 0.9 times the standard form's, and 4 times without it.
+Shifted = namedtuple("Shifted", "number rest")
 
-def polynomial(R: Shifted, triple) -> Shifted:
+def polynomial(R, triple):
     """aI + bR + cR²."""
     (a, b, c), (r, E) = triple, R
     return Shifted(a + b * r + c * r**2, torch.baddbmm(E, E, E, beta=b + 2 * c * r, alpha=c))
 
-def product(A: Shifted, B: Shifted) -> Shifted:
+def product(A, B):
     """AB, where the number of B is not 0."""
     rest = torch.add(A.rest, B.rest, alpha=A.number / B.number)
     return Shifted(A.number * B.number, rest.baddbmm_(A.rest, B.rest, beta=B.number))
@@ -91,9 +88,6 @@ def upcast(t):
 def frobenius_norm(X):
     """The norm of each matrix: (..., m, n) to (..., 1, 1)."""
     return X.square().sum((-2, -1), keepdim=True).sqrt()
-
-def normalise(X, eps):
-    return X / (frobenius_norm(X) + eps)
 
 # ---- The variants ----------------------------------------------------------------------------------------------------
 # proxy(G, S, h) -> (what Newton-Schulz gets, new state), and for some after(O, G, S, h) -> (O, new state)
@@ -185,18 +179,17 @@ UPDATE_SCALES = {  # s of an (m, n) matrix, by adjust_lr_fn
 }
 
 # ---- The passes before and behind Newton-Schulz ----------------------------------------------------------------------
-#
-# Compiled, in place, of k matrices; those whose skip, (k, 1, 1), is 1 keep weights and state. 
+# Compiled, in place, of k matrices; those whose skip, (k, 1, 1), is 1 keep weights and state.
 
-def before_pass(proxy, G, S, h, skip, X):
+def before_pass(proxy, h, G, S, skip, X):
     """Updates S; writes the normalised proxy to X, transposed if it is tall."""
     S["step"].add_(1 - skip)
     Y, S_new = proxy(upcast(G), {name: upcast(s) for name, s in S.items()}, h)
     store(S_new, S, skip)
-    Y = normalise(Y, h["ns_eps"])
+    Y = Y / (frobenius_norm(Y) + h["ns_eps"])
     X.copy_(Y.mT if Y.size(-2) > Y.size(-1) else Y)
 
-def after_pass(after, G, S, h, skip, O, W):
+def after_pass(after, h, G, S, skip, O, W):
     """Updates W, and S where the variant acts on O."""
     O = upcast(O.mT if W.size(-2) > W.size(-1) else O)
     if after is not None:
@@ -218,24 +211,21 @@ def compiled(function, gpu):
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     return torch.compile(function, dynamic=not gpu)
 
-def run(function, group, rule, G, *args):
-    """function(rule, G, *args), compiled if the group says so and a compiler works."""
+def run(function, group, rule, h, G, *args):
+    """function(rule, h, G, *args), compiled if the group says so and a compiler works."""
     if group["compile"]:
         try:
-            return compiled(function, G.is_cuda)(rule, G, *args)
+            return compiled(function, G.is_cuda)(rule, h, G, *args)
         except torch._dynamo.exc.TorchDynamoException as error:  # nothing has been computed yet
             group["compile"] = False
             warnings.warn(f"Muon runs uncompiled, as torch.compile failed; is there a C++ compiler? ({error!r:.150})")
-    return function(rule, G, *args)
+    return function(rule, h, G, *args)
 
 # ---- The optimizer ---------------------------------------------------------------------------------------------------
 
-class Bucket(NamedTuple):
-    """Parameters of a group that are alike; each belongs to one rank, which keeps its state and updates it."""
-    group: dict
-    params: list[Tensor]
-    shares: list[list[Tensor]]  # of each rank
-    state: dict[str, Tensor]    # of this rank's share: buffers (k, ..., m, n)
+# Parameters of a group that are alike. Each belongs to one rank, which keeps its state and updates it: shares[r] are
+# those of rank r, state the buffers of this rank's, (k, ..., m, n) each.
+Bucket = namedtuple("Bucket", "group shares state")
 
 class Muon(torch.optim.Optimizer):
     """Muon and its variants for the matrices inside a network, (m, n) or, as batches of matrices, (..., m, n). Not for
@@ -253,14 +243,15 @@ class Muon(torch.optim.Optimizer):
     With a process group each rank keeps the state of, and orthogonalises, its share of the parameters; all end step()
     with the same bits. They need the same gradients, as under DistributedDataParallel. To save, call full_state_dict()
     on all ranks; to go on, at any number of ranks, give what it returned on rank 0 to load_state_dict() on each.
-    Raises ValueError for an unknown variant or adjust_lr_fn, a negative number, and what is no floating-point matrix."""
+    Raises ValueError for an unknown variant or adjust_lr_fn, a negative number, what is no floating-point matrix."""
 
     def __init__(self, params, lr=1e-3, variant="muon-vs", momentum=0.95, weight_decay=0.1, gamma=10.0, beta2=0.95,
                  eps=1e-8, nesterov=True, ns_steps=5, ns_eps=1e-7, ns_dtype=torch.bfloat16, ns_coefficients=JORDAN,
                  adjust_lr_fn="original", state_dtype=None, compile=True):
         options = {name: x for name, x in locals().items() if name not in ("self", "params", "__class__")}
-        self._plan = None  # the buckets, once they are made
         super().__init__(params, options)
+
+    _plan = None  # the buckets, once they are made; an attribute of the class, as copies of an optimizer begin without
 
     def add_param_group(self, param_group):
         super().add_param_group(param_group)
@@ -269,8 +260,8 @@ class Muon(torch.optim.Optimizer):
             if group[name] not in choices:
                 raise ValueError(f"{name} is {group[name]!r}, expected one of {', '.join(choices)}")
         for name in "lr", "momentum", "weight_decay", "gamma", "beta2", "eps", "ns_steps", "ns_eps":
-            if not group[name] >= 0:
-                raise ValueError(f"{name} is {group[name]}, expected at least 0")
+            if not group[name] >= 0 or name == "momentum" and group[name] >= 1:
+                raise ValueError(f"{name} is {group[name]}, expected at least 0, and momentum below 1")
         for p in group["params"]:
             if p.ndim < 2 or not p.numel() or not p.is_floating_point():
                 raise ValueError(f"found a parameter of shape {tuple(p.shape)} and {p.dtype}, expected floating-point "
@@ -286,42 +277,39 @@ class Muon(torch.optim.Optimizer):
         rank, world = rank_and_world()
         sent = []
         for bucket in self._buckets():
-            p, mine = bucket.params[0], bucket.shares[rank]
-            if world == 1 and not p.is_cuda:
-                self._update(bucket, mine, [q[None] for q in mine])  # in place
-                continue
-            weights = p.new_empty(world, max(map(len, bucket.shares)), *p.shape)  # all ranks send as much
-            own = weights[rank, :len(mine)]
-            if mine:
-                torch._foreach_copy_(list(own), mine)
-                self._update(bucket, mine, [own] if p.is_cuda else own.split(1))
-            sent.append((bucket, weights, send(weights, rank) if world > 1 else None))
-            if len(sent) == 2:  # the one before, which was on its way meanwhile
+            if bucket.shares[rank]:
+                self._update(bucket, bucket.shares[rank])
+            if world > 1:
+                sent.append((bucket.shares, *send(bucket.shares, rank)))
+            if len(sent) == 2:  # one is on its way while the next one is computed
                 receive(*sent.pop(0))
-        for bucket, weights, handle in sent:
-            receive(bucket, weights, handle)
+        for exchange in sent:
+            receive(*exchange)
         return loss
 
-    def _update(self, bucket, params, weights):
-        """Updates this rank's share of a bucket. Newton-Schulz takes all its matrices at once; the passes around it
-        take those of each tensor of `weights`: on a GPU, where launches cost, all, on a CPU, where copies cost, one."""
-        group, p, k = bucket.group, params[0], len(weights[0])
-        variant, h = VARIANTS[group["variant"]], hyperparameters(group, p)
-        gradients = [torch.zeros_like(q) if q.grad is None else q.grad for q in params]
+    def _update(self, bucket, params):
+        """Updates this rank's share of a bucket. Newton-Schulz takes all matrices at once, and so do the passes around
+        it on a GPU, where launches cost. On a CPU, where copies cost, they take one at a time, in place."""
+        group, p = bucket.group, params[0]
+        if all(q.grad is None for q in params):
+            return
+        h, variant = hyperparameters(group, p), VARIANTS[group["variant"]]
         skip = p.new_zeros(len(params), *[1] * p.ndim, dtype=torch.float32) + getattr(self, "found_inf", 0)
-        for i in (i for i, q in enumerate(params) if q.grad is None):
-            skip[i] = 1
+        gradients = [torch.zeros_like(q) if q.grad is None else q.grad for q in params]
+        for q, row in zip(params, skip):
+            if q.grad is None:
+                row.fill_(1)
+        k = len(params) if p.is_cuda else 1  # in a pass
+        G, W = ([torch.stack(ts)] if k > 1 else [t[None] for t in ts] for ts in (gradients, params))
+        S = [{name: buffer[i:i + k] for name, buffer in bucket.state.items()} for i in range(0, len(params), k)]
         X = p.new_empty(len(params), *p.shape[:-2], *sorted(p.shape[-2:]), dtype=group["ns_dtype"])
-        parts = []
-        for i in range(0, len(params), k):
-            G = torch.stack(gradients[i:i + k]) if k > 1 else gradients[i][None]
-            S = {name: buffer[i:i + k] for name, buffer in bucket.state.items()}
-            parts.append((G, S, h, skip[i:i + k]))
-        for part, x in zip(parts, X.split(k)):
-            run(before_pass, group, variant.proxy, *part, x)
+        for args in zip(G, S, skip.split(k), X.split(k)):
+            run(before_pass, group, variant.proxy, h, *args)
         O = newton_schulz_gram(X.flatten(0, -3), group["ns_steps"], group["ns_coefficients"]).view(X.shape)
-        for part, o, W in zip(parts, O.split(k), weights):
-            run(after_pass, group, variant.after, *part, o, W)
+        for args in zip(G, S, skip.split(k), O.split(k), W):
+            run(after_pass, group, variant.after, h, *args)
+        if k > 1:
+            torch._foreach_copy_(params, list(W[0]))
 
     def _buckets(self):
         """The buckets, made anew after a change of groups or of state. From then on they hold the state, and
@@ -336,15 +324,12 @@ class Muon(torch.optim.Optimizer):
                         r = load.index(min(load))  # the rank with the least work so far
                         shares[r].append(p)
                         load[r] += work(p)
-                    self._plan.append(Bucket(group, params, shares, self._stacked_state(group, shares[rank])))
+                    state = zero_state(group, params[0], len(shares[rank]))
+                    for name, buffer in state.items():
+                        for p, row in zip(shares[rank], buffer):
+                            self.state[p][name] = row.copy_(self.state[p].get(name, row))  # or 0, where it has none
+                    self._plan.append(Bucket(group, shares, state))
         return self._plan
-
-    def _stacked_state(self, group, params):
-        stacked = zero_state(group, params[0], len(params)) if params else {}
-        for name, buffer in stacked.items():
-            for p, row in zip(params, buffer):
-                self.state[p][name] = row.copy_(self.state[p].get(name, row))
-        return stacked
 
     def state_dict(self):
         """torch's. Of several ranks it has this rank's share alone, and says so: save full_state_dict() instead."""
@@ -357,12 +342,14 @@ class Muon(torch.optim.Optimizer):
         (rank, world), whole = rank_and_world(), super().state_dict()
         index = {p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
         for bucket in self._buckets():
-            for owner, p in ((r, p) for r, share in enumerate(bucket.shares) for p in share):
-                state = self.state[p] if owner == rank else zero_state(bucket.group, p)
-                for buffer in state.values() if world > 1 else ():
-                    dist.broadcast(buffer, owner)
-                if rank == 0:
-                    whole["state"][index[p]] = {name: buffer.to("cpu", copy=True) for name, buffer in state.items()}
+            for owner, share in enumerate(bucket.shares):
+                for p in share:
+                    state = self.state[p] if owner == rank else zero_state(bucket.group, p)
+                    if world > 1:
+                        for buffer in state.values():
+                            dist.broadcast(buffer, owner)
+                    if rank == 0:
+                        whole["state"][index[p]] = {name: buffer.to("cpu", copy=True) for name, buffer in state.items()}
         return whole if rank == 0 else {}
 
     @torch.no_grad()
@@ -372,11 +359,10 @@ class Muon(torch.optim.Optimizer):
         rank, world = rank_and_world()
         if state_dict.get("share", [rank, world]) != [rank, world]:
             raise ValueError("the state is one rank's share: save what full_state_dict() returns on rank 0")
-        groups = [self.defaults | group for group in state_dict["param_groups"]]  # older ones may lack an option
-        indices = (i for group in groups for i in group["params"])
-        saved = {p: state_dict["state"].get(next(indices), {}) for group in self.param_groups for p in group["params"]}
+        groups, saved = [self.defaults | group for group in state_dict["param_groups"]], {}  # older ones lack options
         for own, other in zip(self.param_groups, groups):
-            for p in own["params"]:
+            for p, i in zip(own["params"], other["params"]):
+                saved[p] = state_dict["state"].get(i, {})
                 expected = {name: tuple(b.shape) for name, b in zero_state(own, p, device="meta").items()}
                 found = {name: tuple(b.shape) for name, b in saved[p].items()} or expected
                 if (other["variant"], found) != (own["variant"], expected):
@@ -391,23 +377,26 @@ class Muon(torch.optim.Optimizer):
 def rank_and_world():
     return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
 
-def send(weights, rank):
-    """Begins to send this rank's part of `weights`, (ranks, ...), to all ranks, and to receive theirs."""
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name until torch 2.12
+def send(shares, rank):
+    """Begins to send this rank's share of a bucket to all ranks. Returns what theirs will be in, and its handle."""
+    p, most = next(p for share in shares for p in share), max(map(len, shares))
+    weights = p.new_empty(len(shares), most, *p.shape)  # all ranks send as much
+    for q, slot in zip(shares[rank], weights[rank]):
+        slot.copy_(q)
     everyone, own = (t.flatten().view(torch.uint8) for t in (weights, weights[rank]))  # bytes: gloo lacks bf16
-    return gather(everyone, own, async_op=True)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name until torch 2.12
+    return weights, gather(everyone, own, async_op=True)
 
-def receive(bucket, weights, handle):
+def receive(shares, weights, handle):
     """Gives the parameters of a bucket their new weights, once these have come from all ranks."""
-    if handle:
-        handle.wait()
-    for params, new in zip(bucket.shares, weights):
+    handle.wait()
+    for params, new in zip(shares, weights):
         if params:
             torch._foreach_copy_(params, list(new[:len(params)]))
 
 def alike(params, world):
-    """Lists of parameters of one shape, dtype and device, the largest matrices first; of so many that a rank's share
-    is 2**27 numbers on a GPU, shared by the ranks, and on a CPU what fits a cache."""
+    """Lists of parameters of one shape, dtype and device, the largest matrices first: of 2**27 numbers on a GPU, and on
+    a CPU of what fits a cache for each rank."""
     kinds = {}
     for p in params:
         kinds.setdefault((p.shape, p.dtype, p.device), []).append(p)

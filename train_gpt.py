@@ -81,7 +81,8 @@ param_dtype = "float32"       # bfloat16: parameters and optimizer state are bf1
 compile = True                # torch.compile of blocks, loss and optimizer
 
 LEAST = dict(n_layer=1, n_head=1, n_embd=1, block_size=1, batch_size=1, log_interval=1, eval_interval=1, max_skips=1,
-             checkpoint_interval=1, max_iters=0, warmup_iters=0, learning_rate=0, adam_lr=0, weight_decay=0, gamma=0)
+             checkpoint_interval=1, keep_checkpoints=0, vocab_size=0, max_iters=0, warmup_iters=0, micro_batch_size=0,
+             learning_rate=0, adam_lr=0, weight_decay=0, grad_clip=0, gamma=0, seed=0)  # smallest values
 
 gpt2 = dict(dataset="openwebtext", block_size=1024, batch_size=480, max_iters=100_000, learning_rate=6e-4, adam_lr=6e-4,
             gamma=10.0, schedule="constant", warmup_iters=2000, eval_interval=1000, checkpoint_interval=1000,
@@ -311,8 +312,9 @@ def build_optimizers(model: Model) -> list[torch.optim.Optimizer]:
             compile=compile,
         ))
     optimizers.append(torch.optim.AdamW(adam, betas=(adam_beta1, adam_beta2), eps=adam_eps, fused=True))
-    for group in (group for opt in optimizers for group in opt.param_groups):
-        group["initial_lr"] = group["lr"]
+    for opt in optimizers:
+        for group in opt.param_groups:
+            group["initial_lr"] = group["lr"]
     return optimizers
 
 def parameter_table(model: Model, optimizers: list[torch.optim.Optimizer]) -> str:
@@ -326,8 +328,9 @@ def parameter_table(model: Model, optimizers: list[torch.optim.Optimizer]) -> st
 
 def set_schedules(step: int, optimizers: list[torch.optim.Optimizer]) -> None:
     """Sets what changes from update to update. Groups have lr and weight_decay, Muon's have momentum too."""
-    for group in (group for opt in optimizers for group in opt.param_groups):
-        group["lr"] = group["initial_lr"] * lr_factor(step)
+    for opt in optimizers:
+        for group in opt.param_groups:
+            group["lr"] = group["initial_lr"] * lr_factor(step)
 
 def lr_factor(step: int) -> float:
     """The part of their peaks that both learning rates have at update 0 to max_iters - 1."""
@@ -350,7 +353,7 @@ def evaluate(model: Model, shards: Shards) -> tuple[float, float]:
     mine, sums = range(rank, total, world), torch.zeros(2, dtype=torch.float64, device=device)
     for i in range(0, len(mine), micro_batch_size):
         x_BT, y_BT = shards.read(mine[i:i + micro_batch_size])
-        with autocast():
+        with torch.autocast(device, torch.bfloat16, enabled=dtype == "bfloat16"):
             logits_NV = model(x_BT).flatten(0, 1)
         for logits, y in zip(logits_NV.split(2048), y_BT.flatten().split(2048)):  # in parts: fp32 copies stay small
             sums[0] += F.cross_entropy(logits.float(), y, reduction="sum")
@@ -361,7 +364,7 @@ def evaluate(model: Model, shards: Shards) -> tuple[float, float]:
     return tuple((sums / (total * block_size)).tolist())
 
 def flops_per_token(model: Model) -> int:
-    """Of forward and backward (PaLM paper, appendix B): 6 a matrix parameter, 12 n_layer D T for attention."""
+    """Operations of forward and backward (PaLM paper, appendix B): 6 a matrix parameter, 12 n_layer D T for attention."""
     matrices = sum(p.numel() for p in model.blocks.parameters() if p.ndim == 2) + model.head.weight.numel()
     return 6 * matrices + 12 * n_layer * n_embd * block_size
 
@@ -381,9 +384,6 @@ def fast_bf16() -> bool:
         return torch.cuda.is_bf16_supported(including_emulation=False)
     cpu = torch.cpu.get_capabilities()
     return cpu.get("amx_bf16", False) or cpu.get("avx512_bf16", False) and "AMD" in cpu["cpu_name"]
-
-def autocast() -> torch.autocast:
-    return torch.autocast(device, torch.bfloat16, enabled=dtype == "bfloat16")
 
 # ---- Checkpoints -----------------------------------------------------------------------------------------------------
 
@@ -407,39 +407,38 @@ def newest_first(folder: Path) -> list[Path]:
     return sorted(folder.glob("step_*.pt"), reverse=True)
 
 def find(folder: Path) -> Path | None:
-    """The checkpoint that --resume=PATH or --init_from=PATH names, for --resume=auto the newest in `folder`. It is one
-    whose parts have the checksums that torch.save wrote beside them. None for a run that begins anew."""
-    named = resume or init_from
-    paths = newest_first(folder) if named == "auto" else [Path(named)] if named else []
-    for path in paths:
+    """The checkpoint that --resume=PATH names, for --resume=auto the newest in `folder`, or else that of --init_from:
+    whole, with the checksums that torch.save wrote into it. None for a run that begins anew."""
+    paths = newest_first(folder) if resume == "auto" else [Path(resume)] if resume else []
+    for path in paths or [Path(init_from)] * bool(init_from):
         try:
             problem = zipfile.ZipFile(path).testzip()
-        except (OSError, zipfile.BadZipFile) as error:
+        except Exception as error:  # a damaged file may raise nearly any
             problem = error
         if not problem:
             return path
         print(f"passing over {path}, which is damaged: {problem}", file=sys.stderr)
-    if paths:
+    if paths or init_from:
         sys.exit(f"cannot resume from {path}: {problem}; give another path, or begin with a new --run_name")
 
 def restore(path: Path, model: Model, optimizers: list[torch.optim.Optimizer]) -> dict:
-    """Loads weights and, by the parameters' names, optimizer state. Returns the checkpoint."""
+    """Loads weights and, by the parameters' names, optimizer state. Returns where the run goes on."""
     saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     if different := saved["model"].keys() ^ model.state_dict().keys():
         sys.exit(f"{path} is of another model, as only one of both has {', '.join(sorted(different))}")
     model.load_state_dict(saved["model"])
-    if init_from and not resume:
-        return saved
+    if path == Path(init_from):
+        return {}
     if saved["globals"]["optimizer"] != optimizer:
         sys.exit(f"{path} is of --optimizer={saved['globals']['optimizer']}; go on with it")
     for opt in optimizers:
         names = enumerate(parameter_names(model, opt))
         state = {i: saved["optimizer"][name] for i, name in names if name in saved["optimizer"]}
         opt.load_state_dict({"state": state, "param_groups": opt.state_dict()["param_groups"]})  # of this run
-        for t in (t for entry in opt.state.values() for t in entry.values()):
-            if world > 1 and not isinstance(opt, optim.Muon):  # whose state is not the same on all ranks
+        if world > 1 and not isinstance(opt, optim.Muon):  # of files that differ, as on two nodes, the first one counts
+            for t in (t for buffers in opt.state.values() for t in buffers.values()):
                 dist.broadcast(t, 0)
-    return saved
+    return {name: saved[name] for name in ("step", "train_time", "skipped", "globals")}
 
 def optimizer_state(model: Model, optimizers: list[torch.optim.Optimizer]) -> dict:
     """The buffers of each parameter by its name, on rank 0; all ranks have to call it."""
@@ -491,7 +490,8 @@ def build_model(vocab: int) -> Model:
     if compile:  # a block at a time: all share one graph
         torch._dynamo.config.optimize_ddp = False  # it would cut that graph; gradients leave block by block anyway
         try:
-            torch.compile(torch.neg, disable=device == "cuda")(torch.ones(8))  # a GPU shall not be wasted on a slow run
+            if device == "cpu":  # is there a compiler? On a GPU its error shall end the run, which would be slow
+                torch.compile(torch.neg)(torch.ones(8))
             for block in model.blocks:
                 block.compile(dynamic=False)
             model.loss = torch.compile(model.loss, dynamic=False)
@@ -510,7 +510,8 @@ def open_log(path: Path, facts: str, settings: dict):
     if tensorboard:
         from torch.utils.tensorboard import SummaryWriter
         writer = SummaryWriter(f"{tensorboard}/{path.stem}")
-        trackers.append(lambda figures, step: [writer.add_scalar(name, x, step) for name, x in figures.items()])
+        trackers.append(lambda figures, step: [*(writer.add_scalar(name, x, step) for name, x in figures.items()),
+                                               writer.flush()])
     print(facts, end="")
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
@@ -535,7 +536,7 @@ def update(step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer],
         first = (k * world + rank) * micro_batch_size
         x_BT, y_BT = shards.batch(step, range(first, first + micro_batch_size))
         with model.no_sync() if world > 1 and k < accumulate - 1 else contextlib.nullcontext():
-            with autocast():
+            with torch.autocast(device, torch.bfloat16, enabled=dtype == "bfloat16"):
                 part = model(x_BT, y_BT) / accumulate
             part.backward()
         loss += part.detach()
@@ -571,6 +572,8 @@ def main(argv: list[str]) -> None:
     paths = [find(checkpoint_folder) if rank == 0 else None]
     if world > 1:
         dist.broadcast_object_list(paths)
+    if eval_only and not paths[0]:
+        sys.exit("there is nothing to evaluate; give --resume=PATH or --init_from=PATH")
 
     # model and optimizers
     begin = time.perf_counter()
@@ -579,10 +582,10 @@ def main(argv: list[str]) -> None:
     settings = {name: globals()[name] for name in GLOBALS}
     start = dict(step=0, train_time=0.0, skipped=0, globals=settings)
     if paths[0]:
-        saved = restore(paths[0], model, optimizers)
-        start = saved if resume else start
+        start |= restore(paths[0], model, optimizers)
     if eval_only:
-        return print("val_loss:{:.5f} val_acc:{:.4f}".format(*evaluate(model, val_shards)))
+        val_loss, val_acc = evaluate(model, val_shards)
+        return print(f"val_loss:{val_loss:.5f} val_acc:{val_acc:.4f}") if rank == 0 else None
     if world > 1:
         parallel = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
     update(0, parallel, optimizers, train_shards, skip=True)  # compiles, outside the clock, and changes nothing
@@ -605,10 +608,10 @@ def main(argv: list[str]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
     step, skipped, in_a_row = first, torch.tensor(float(start["skipped"]), device=device), 0
-    del start
     while True:
         last = step >= max_iters
-        validating, saving = (last or step % interval == 0 for interval in (eval_interval, checkpoint_interval))
+        validating = last or step % eval_interval == 0
+        saving = last or step % checkpoint_interval == 0
         val_loss, val_acc = evaluate(model, val_shards) if validating else (0.0, 0.0)
         line = f"step:{step}/{max_iters}" + f" val_loss:{val_loss:.5f}" * validating
         line += f" train_time:{train_time:.3f}s step_avg:{1000 * train_time / max(1, step):.2f}ms"
@@ -626,8 +629,9 @@ def main(argv: list[str]) -> None:
         if in_a_row >= max_skips or not math.isfinite(val_loss):
             log(f"diverged: no finite loss or gradient at update {step}; go on from an earlier checkpoint with"
                 " --resume=PATH and a lower --learning_rate")
-            sys.exit(int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) == 0)  # else torchrun would replay it all
-        if step > first and (last or stop or saving):
+            restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+            sys.exit(0 if restarts else 1)  # torchrun would replay it to the same end
+        if step > first and (saving or stop):
             state = optimizer_state(model, optimizers)  # all ranks take part
             if rank == 0:
                 save(checkpoint_folder, dict(

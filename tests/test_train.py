@@ -203,7 +203,7 @@ def spoil(updates):
         module.Model.loss = lambda model, x, y: loss(model, x, y) * (math.inf if state["step"] in updates else 1)
     return meddle
 
-@pytest.mark.parametrize("restarts, status", [("0", True), ("3", False)])
+@pytest.mark.parametrize("restarts, status", [("0", 1), ("3", 0)])
 def test_a_run_gives_up_after_many_skipped_updates_in_a_row(restarts, status, monkeypatch):
     """Single ones do not end it. torchrun would start a run that fails again, to the same end."""
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
@@ -339,6 +339,10 @@ def test_weights_alone_and_evaluation_alone(capsys):
     loss = figures("run", "val_loss")[8]
     train("tuned", init_from="checkpoints/run/step_00000008.pt", max_iters=2)
     assert figures("tuned", "val_loss")[0] == loss and figures("tuned", "lr")[1] == pytest.approx(0.005)
+    both = dict(init_from="checkpoints/run/step_00000008.pt", resume="auto")  # as torchrun starts it again
+    train("restarted", **both, max_iters=4)
+    train("restarted", **both)
+    assert figures("restarted", "val_loss")[0] == loss and checkpoint("restarted")["step"] == 8
     capsys.readouterr()
     train("run", resume="auto", eval_only=True)
     assert capsys.readouterr().out.startswith(f"val_loss:{loss:.5f} val_acc:")
@@ -418,6 +422,8 @@ MISTAKES = {
     "context beyond the data": ("--block_size=4096", "longer than any train shard"),
     "a name that exists": ("--run_name=there", "--resume=auto", lambda: train("there", max_iters=0)),
     "no checkpoint": ("--resume=nothing.pt", "cannot resume from nothing.pt"),
+    "nothing to evaluate": ("--eval_only=true", "give --resume=PATH"),
+    "checkpoints to keep": ("--keep_checkpoints=-1", "at least 0"),
     "no weights": ("--init_from=nothing.pt", "cannot resume from nothing.pt"),
 }
 
