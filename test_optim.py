@@ -325,10 +325,14 @@ def test_a_state_of_another_variant_or_model_is_refused():
         for state in own, opt.state_dict():
             with pytest.raises(ValueError, match="another model or variant"):
                 other.load_state_dict(state)
+    with pytest.raises(ValueError, match="doesn't match the size"):
+        Muon(parameters((16, 8), (16, 8))).load_state_dict(opt.state_dict())
     older = copy.deepcopy(opt.state_dict())
     del older["param_groups"][0]["gamma"]  # saved before there was this option
     opt.load_state_dict(older)
     assert opt.param_groups[0]["gamma"] == 10.0
+    twin, q = copy.deepcopy((opt, params[0]))
+    assert torch.equal(run(opt, params, 1, start=1)[0], run(twin, [q], 1, start=1)[0])
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_found_inf_changes_nothing_and_counts_no_step(variant):

@@ -72,7 +72,6 @@ checkpoint_interval = 500     # updates; the last one is always saved
 keep_checkpoints = 2          # newest ones; 0: all
 max_skips = 30                # updates in a row without a finite gradient, with which a run gives up
 wandb = ""                    # project to log to; needs: pip install wandb
-tensorboard = ""              # folder for event files; needs: pip install tensorboard
 # system
 seed = 1                      # of initialisation and data order
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -128,9 +127,8 @@ def configure(argv: list[str]) -> None:
     for name, least in LEAST.items():
         if not least <= globals()[name] < math.inf:
             parser.error(f"argument --{name}: found {globals()[name]}, expected a number of at least {least}")
-    for package in "wandb", "tensorboard":
-        if globals()[package] and not importlib.util.find_spec(package):
-            parser.error(f"argument --{package} needs a package; run: pip install {package}")
+    if wandb and not importlib.util.find_spec("wandb"):
+        parser.error("argument --wandb needs a package; run: pip install wandb")
     if n_embd % (2 * n_head):
         parser.error(f"argument --n_embd: found {n_embd}, expected a multiple of 2 x n_head = {2 * n_head}, for RoPE")
 
@@ -364,7 +362,7 @@ def evaluate(model: Model, shards: Shards) -> tuple[float, float]:
     return tuple((sums / (total * block_size)).tolist())
 
 def flops_per_token(model: Model) -> int:
-    """Operations of forward and backward (PaLM paper, appendix B): 6 a matrix parameter, 12 n_layer D T for attention."""
+    """Those of forward and backward (PaLM paper, appendix B): 6 a matrix parameter, 12 n_layer D T for attention."""
     matrices = sum(p.numel() for p in model.blocks.parameters() if p.ndim == 2) + model.head.weight.numel()
     return 6 * matrices + 12 * n_layer * n_embd * block_size
 
@@ -501,17 +499,11 @@ def build_model(vocab: int) -> Model:
     return model
 
 def open_log(path: Path, facts: str, settings: dict):
-    """Returns log(line), which prints, appends to the file, and sends figures to --wandb and --tensorboard. A new file
-    begins with the sources, `facts`, which are printed too, and all globals."""
-    trackers = []
+    """Returns log(line), which prints, appends to the file, and sends figures to --wandb. A new file begins with the
+    sources, `facts`, which are printed too, and all globals."""
     if wandb:
         import wandb as client
-        trackers.append(client.init(project=wandb, id=path.stem, resume="allow", config=settings).log)
-    if tensorboard:
-        from torch.utils.tensorboard import SummaryWriter
-        writer = SummaryWriter(f"{tensorboard}/{path.stem}")
-        trackers.append(lambda figures, step: [*(writer.add_scalar(name, x, step) for name, x in figures.items()),
-                                               writer.flush()])
+        tracker = client.init(project=wandb, id=path.stem, resume="allow", config=settings)
     print(facts, end="")
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
@@ -522,10 +514,9 @@ def open_log(path: Path, facts: str, settings: dict):
         print(line, flush=True)
         with open(path, "a", encoding="utf-8") as file:
             print(line, file=file)
-        if line.startswith(("step:", "final ")):
+        if wandb and line.startswith(("step:", "final ")):
             figures = {name: float(x) for name, x in re.findall(r"(\w+):(-?\d[\d.]*(?:e[-+]\d+)?)", line)}
-            for track in trackers:
-                track(figures, step=int(figures.get("step", max_iters)))
+            tracker.log(figures, step=int(figures.get("step", max_iters)))
     return log
 
 def update(step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer], shards: Shards, skip: bool = False):

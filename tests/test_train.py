@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -242,13 +243,14 @@ def test_log_begins_with_its_source_and_has_the_speedruns_lines():
     assert re.fullmatch(r"final val_loss:\S+ val_ppl:\S+ val_acc:\S+ train_time:\S+s peak_memory_mib:\d+ "
                         r"optimizer_state_mib:\S+ compile_time:\S+s", lines[-1])
 
-def test_trackers_get_the_figures():
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    train("run", tensorboard="events")
-    events = EventAccumulator("events/run").Reload()
-    told = {event.step: event.value for event in events.Scalars("train_loss")}
-    assert told == pytest.approx(figures("run", "train_loss")) and "val_loss" in events.Tags()["scalars"]
+def test_wandb_gets_the_figures_and_the_final_line(monkeypatch):
+    told = {}
+    log = lambda figures, step: told.setdefault(step, {}).update(figures)
+    client = types.SimpleNamespace(init=lambda **_: types.SimpleNamespace(log=log), __spec__=True)
+    monkeypatch.setitem(sys.modules, "wandb", client)
+    train("run", wandb="project")
+    assert {step: row["train_loss"] for step, row in told.items() if step} == pytest.approx(figures("run", "train_loss"))
+    assert "peak_memory_mib" in told[8] and "val_loss" in told[0]
 
 def test_dropout_is_off_in_validation_alone():
     modes = []
