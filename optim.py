@@ -402,7 +402,7 @@ def alike(params, world):
         kinds.setdefault((p.shape, p.dtype, p.device), []).append(p)
     for same in sorted(kinds.values(), key=lambda same: -work(same[0])):
         p = same[0]
-        most = world * max(1, 2**27 // (p.numel() * world)) if p.is_cuda else world * max(4, 2**20 // p.numel())
+        most = world * max(1, 2**27 // (p.numel() * world)) if p.is_cuda else world * max(2, 2**20 // p.numel())
         yield from (same[i:i + most] for i in range(0, len(same), most))
 
 def work(p):

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 import types
 from pathlib import Path
 
@@ -465,6 +466,23 @@ def test_without_a_compiler_it_trains_uncompiled_after_one_line(tmp_path):
     done = subprocess.run([sys.executable, ROOT / "train_gpt.py", *flags], env=env, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.splitlines()[-1].startswith("final val_loss"), done.stderr
     assert [line for line in done.stderr.splitlines() if "uncompiled" in line] == done.stderr.splitlines()[:1]
+
+def test_without_a_compiler_muon_runs_eagerly_after_one_warning(tmp_path):
+    script = textwrap.dedent("""
+        import torch, optim
+        params = [torch.nn.Parameter(torch.randn(8, 4)) for _ in range(2)]
+        opt = optim.Muon(params)
+        for _ in range(2):
+            for p in params:
+                p.grad = torch.randn_like(p)
+            opt.step()
+        print("finite:", all(p.isfinite().all().item() for p in params), opt.state[params[0]]["step"].item())
+    """)
+    env = {**os.environ, "CXX": "/nonexistent", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", script], env=env, cwd=ROOT, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert done.stdout == "finite: True 2.0\n", done.stderr
+    assert done.stderr.count("UserWarning: Muon runs uncompiled") == 1
 
 def test_faults_lose_nothing():
     """The short form of the fault injection, which says at its end what was lost."""
