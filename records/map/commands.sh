@@ -1,0 +1,64 @@
+# Every sweep of this study, in the order in which they were run; one that is finished is skipped. From the project's root.
+study() {
+    python tools/sweep.py train_gpt.py --n_layer=2 --n_embd=128 --n_head=2 --block_size=128 --val_tokens=131072 \
+        --log_interval=100 --jobs=2 "$@"
+}
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --optimizer=muon,muon-vs --adam_lr=0.0025,0.005,0.02,0.04 --learning_rate=0.005 --seed=101
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon --adam_lr=0.02 --learning_rate=0.0035,0.005,0.007 --seed=101
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon --adam_lr=0.01,0.04 --learning_rate=0.005 --seed=101
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.02 --learning_rate=0.0035,0.005,0.007 --seed=101
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.02 --learning_rate=0.01 --seed=101
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.01,0.04 --learning_rate=0.007 --seed=101
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.01 --learning_rate=0.005,0.01 --seed=101
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.005 --learning_rate=0.007 --seed=101
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon --adam_lr=0.02 --learning_rate=0.005 --seed=1..8
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.01 --learning_rate=0.007 --seed=1..8
+study --batch_size=4 --max_iters=1600 --eval_interval=160 --warmup_iters=80 --optimizer=muon --adam_lr=0.01 --learning_rate=0.0035,0.005,0.007 --seed=101
+study --batch_size=4 --max_iters=1600 --eval_interval=160 --warmup_iters=80 --optimizer=muon --adam_lr=0.005,0.02 --learning_rate=0.005 --seed=101
+study --batch_size=4 --max_iters=1600 --eval_interval=160 --warmup_iters=80 --optimizer=muon-vs --adam_lr=0.01 --learning_rate=0.0035,0.005,0.007 --seed=101
+study --batch_size=4 --max_iters=1600 --eval_interval=160 --warmup_iters=80 --optimizer=muon-vs --adam_lr=0.01 --learning_rate=0.0025 --seed=101
+study --batch_size=4 --max_iters=1600 --eval_interval=160 --warmup_iters=80 --optimizer=muon-vs --adam_lr=0.005,0.02 --learning_rate=0.0035 --seed=101
+study --batch_size=4 --max_iters=1600 --eval_interval=160 --warmup_iters=80 --optimizer=muon --adam_lr=0.01 --learning_rate=0.005 --seed=1..8
+study --batch_size=4 --max_iters=1600 --eval_interval=160 --warmup_iters=80 --optimizer=muon-vs --adam_lr=0.01 --learning_rate=0.0035 --seed=1..8
+study --batch_size=64 --max_iters=400 --eval_interval=40 --warmup_iters=20 --optimizer=muon --adam_lr=0.02 --learning_rate=0.007,0.01,0.014 --seed=101
+study --batch_size=64 --max_iters=400 --eval_interval=40 --warmup_iters=20 --optimizer=muon --adam_lr=0.01,0.04 --learning_rate=0.01 --seed=101
+study --batch_size=64 --max_iters=400 --eval_interval=40 --warmup_iters=20 --optimizer=muon --adam_lr=0.04 --learning_rate=0.007,0.014 --seed=101
+study --batch_size=64 --max_iters=400 --eval_interval=40 --warmup_iters=20 --optimizer=muon --adam_lr=0.04 --learning_rate=0.005 --seed=101
+study --batch_size=64 --max_iters=400 --eval_interval=40 --warmup_iters=20 --optimizer=muon --adam_lr=0.08 --learning_rate=0.007 --seed=101
+study --batch_size=64 --max_iters=400 --eval_interval=40 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.02 --learning_rate=0.007,0.01,0.014 --seed=101
+study --batch_size=64 --max_iters=400 --eval_interval=40 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.02 --learning_rate=0.02 --seed=101
+study --batch_size=64 --max_iters=400 --eval_interval=40 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.01,0.04 --learning_rate=0.014 --seed=101
+study --batch_size=64 --max_iters=400 --eval_interval=40 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.04 --learning_rate=0.01,0.02 --seed=101
+study --batch_size=64 --max_iters=400 --eval_interval=40 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.08 --learning_rate=0.014 --seed=101
+study --batch_size=64 --max_iters=400 --eval_interval=40 --warmup_iters=20 --optimizer=muon --adam_lr=0.04 --learning_rate=0.007 --seed=1..8
+study --batch_size=64 --max_iters=400 --eval_interval=40 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.04 --learning_rate=0.014 --seed=1..8
+study --batch_size=16 --max_iters=400 --eval_interval=40 --warmup_iters=20 --optimizer=muon --adam_lr=0.02 --learning_rate=0.007,0.01,0.014 --seed=101
+study --batch_size=16 --max_iters=400 --eval_interval=40 --warmup_iters=20 --optimizer=muon --adam_lr=0.01,0.04 --learning_rate=0.01 --seed=101
+study --batch_size=16 --max_iters=400 --eval_interval=40 --warmup_iters=20 --optimizer=muon --adam_lr=0.04 --learning_rate=0.007,0.014 --seed=101
+study --batch_size=16 --max_iters=400 --eval_interval=40 --warmup_iters=20 --optimizer=muon --adam_lr=0.04 --learning_rate=0.005 --seed=101
+study --batch_size=16 --max_iters=400 --eval_interval=40 --warmup_iters=20 --optimizer=muon --adam_lr=0.08 --learning_rate=0.007 --seed=101
+study --batch_size=16 --max_iters=400 --eval_interval=40 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.02 --learning_rate=0.007,0.01,0.014 --seed=101
+study --batch_size=16 --max_iters=400 --eval_interval=40 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.01,0.04 --learning_rate=0.01 --seed=101
+study --batch_size=16 --max_iters=400 --eval_interval=40 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.04 --learning_rate=0.007,0.014 --seed=101
+study --batch_size=16 --max_iters=400 --eval_interval=40 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.04 --learning_rate=0.02 --seed=101
+study --batch_size=16 --max_iters=400 --eval_interval=40 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.08 --learning_rate=0.014 --seed=101
+study --batch_size=16 --max_iters=400 --eval_interval=40 --warmup_iters=20 --optimizer=muon --adam_lr=0.04 --learning_rate=0.007 --seed=1..8
+study --batch_size=16 --max_iters=400 --eval_interval=40 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.04 --learning_rate=0.014 --seed=1..8
+study --batch_size=64 --max_iters=100 --eval_interval=10 --warmup_iters=20 --optimizer=muon --adam_lr=0.02 --learning_rate=0.01,0.014,0.02 --seed=101
+study --batch_size=64 --max_iters=100 --eval_interval=10 --warmup_iters=20 --optimizer=muon --adam_lr=0.02 --learning_rate=0.028 --seed=101
+study --batch_size=64 --max_iters=100 --eval_interval=10 --warmup_iters=20 --optimizer=muon --adam_lr=0.02 --learning_rate=0.04 --seed=101
+study --batch_size=64 --max_iters=100 --eval_interval=10 --warmup_iters=20 --optimizer=muon --adam_lr=0.01,0.04 --learning_rate=0.028 --seed=101
+study --batch_size=64 --max_iters=100 --eval_interval=10 --warmup_iters=20 --optimizer=muon --adam_lr=0.04 --learning_rate=0.02,0.04 --seed=101
+study --batch_size=64 --max_iters=100 --eval_interval=10 --warmup_iters=20 --optimizer=muon --adam_lr=0.08 --learning_rate=0.028 --seed=101
+study --batch_size=64 --max_iters=100 --eval_interval=10 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.02 --learning_rate=0.01,0.014,0.02 --seed=101
+study --batch_size=64 --max_iters=100 --eval_interval=10 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.02 --learning_rate=0.028 --seed=101
+study --batch_size=64 --max_iters=100 --eval_interval=10 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.01,0.04 --learning_rate=0.02 --seed=101
+study --batch_size=64 --max_iters=100 --eval_interval=10 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.04 --learning_rate=0.014,0.028 --seed=101
+study --batch_size=64 --max_iters=100 --eval_interval=10 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.04 --learning_rate=0.04 --seed=101
+study --batch_size=64 --max_iters=100 --eval_interval=10 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.08 --learning_rate=0.028 --seed=101
+study --batch_size=64 --max_iters=100 --eval_interval=10 --warmup_iters=20 --optimizer=muon --adam_lr=0.04 --learning_rate=0.028 --seed=1..8
+study --batch_size=64 --max_iters=100 --eval_interval=10 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.04 --learning_rate=0.028 --seed=1..8
+study --batch_size=4 --max_iters=6400 --eval_interval=640 --warmup_iters=80 --optimizer=muon --adam_lr=0.01 --learning_rate=0.0018,0.0025,0.0035 --seed=101
+study --batch_size=4 --max_iters=6400 --eval_interval=640 --warmup_iters=80 --optimizer=muon --adam_lr=0.01 --learning_rate=0.00125 --seed=101
+study --batch_size=4 --max_iters=6400 --eval_interval=640 --warmup_iters=80 --optimizer=muon --adam_lr=0.005,0.02 --learning_rate=0.0018 --seed=101
+study --batch_size=4 --max_iters=6400 --eval_interval=640 --warmup_iters=80 --optimizer=muon-vs --adam_lr=0.01 --learning_rate=0.0018,0.0025,0.0035 --seed=101
