@@ -24,7 +24,7 @@ SHARES = np.array([0.2, 0.4, 0.6, 0.8, 1.0])  # of the budget: where losses are 
 LOSSES = {"val_loss": "validation loss", "train_loss": "smoothed training loss"}
 RUN_SETTINGS = set("""  seed preset run_name resume micro_batch_size activation_checkpointing log_interval eval_interval
     checkpoint_interval keep_checkpoints sample_tokens wandb tensorboard device compile allow_change log_dir data_dir
-    checkpoint_dir check_shards profile threads timeout_minutes max_skipped""".split())  # say nothing of the experiment
+    checkpoint_dir check_shards profile threads timeout_minutes max_skipped max_skips eval_only""".split())  # say nothing of the experiment
 OWN = {"optimizer", "param_dtype", "stochastic_rounding", "resumed", "updates"}  # of a row, as what the script lists
 MAPPED = ["batch_size", "max_iters", "warmup_iters"]  # in which the cells of a map differ
 SWEEPS = {"lr": "peak learning rate of the matrices", "adam_lr": "peak learning rate of AdamW's parameters",
@@ -58,7 +58,7 @@ class Run:
         listed = re.search(r"^# optimizer\n(.*?)^# |\Z", self.source, re.M | re.S)[1] or ""
         own = OWN.union(re.findall(r"^(\w+) = ", listed, re.M))
         self.own = {key.replace("learning_rate", "lr"): x for key, x in self.settings.items() if key in own}
-        self.shared = {key: x for key, x in self.settings.items() if key not in own | RUN_SETTINGS}
+        self.shared = {key: x for key, x in self.settings.items() if x and key not in own | RUN_SETTINGS}
 
     def read(self, body: str) -> None:
         points, step = {}, 0
@@ -370,7 +370,6 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--tuned_on", default="", metavar="SEED", help="a seed that only chooses each optimizer's row")
     parser.add_argument("--clock", action="store_true", help="show times: each run had the same machine to itself")
     parser.add_argument("--by_code", action="store_true", help="a row for each version of the code that made the logs")
-    parser.add_argument("--format", default="png", help="of the figures: png or svg")
     parser.add_argument("--zeroshot", nargs="+", default=[], metavar="[NAME=]JSON", help="results of lm-eval-harness")
     args = parser.parse_args(argv)
     runs, notes = read_logs(args.logs, args.only, args.by_code)
@@ -380,7 +379,7 @@ def main(argv: list[str]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     families = experiments(runs, args.baseline, args.tuned_on)
     for family in families:
-        report += gains(family, args.baseline, out / f"{family[0].title}-map.{args.format}")
+        report += gains(family, args.baseline, out / f"{family[0].title}-map.png")
     for e in sum(families, []):
         notes += [f"{e.title}: {text}" for text in e.notes]
         cell = f": batch {e.batch}, {e.updates} updates" * (e.updates > 0)
@@ -390,9 +389,9 @@ def main(argv: list[str]) -> None:
             columns = ["val_loss"] + ["train_loss"] * all(len(row.curve("train_loss")[1]) for row in e.rows)
             report += tables(e.rows, e.base, columns, args.clock)
             drawn = e.rows if len(e.rows) <= 10 else [*e.best.values()]
-            report += curves(out / f"{e.title}-curves.{args.format}", drawn, columns, args.clock)
+            report += curves(out / f"{e.title}-curves.png", drawn, columns, args.clock)
         for key in SWEEPS:
-            report += sweep(out / f"{e.title}-sweep-{key}.{args.format}", e.tried.get(key) or e.rows, key)
+            report += sweep(out / f"{e.title}-sweep-{key}.png", e.tried.get(key) or e.rows, key)
     report += [zeroshot(args.zeroshot)] if args.zeroshot else []
     report += ["## Notes\n", *(f"- {text}" for text in notes)] if notes else []
     (out / "report.md").write_text("\n".join(report) + "\n", encoding="utf-8")

@@ -4,8 +4,9 @@ Runs a grid of settings over a train script; the same command skips what is fini
     python tools/sweep.py train_gpt.py --optimizer=muon,muon-vs --learning_rate=0.005,0.01 --seed=1..4 --jobs=2
 
 Every --name=value goes to the script; lists a,b and ranges 1..4 are the axes. A run is named by what varies and by what
-NAMED lists, in the order given: gpt-muon-vs-lr0.005-seed1. What it prints stands in logs/RUN.out until it succeeds. Each
-of several jobs has its share of the cores and one GPU; as they share a machine, their clocks say nothing. On Ctrl-C, SIGTERM or SIGHUP runs save and stop, on a second one they stop at once.
+NAMED lists, in the order given: gpt-muon-vs-lr0.005-seed1. What it prints stands in logs/RUN.out until it succeeds.
+Each of several jobs has its share of the cores and one GPU; as they share a machine, their clocks say nothing. On
+Ctrl-C, SIGTERM or SIGHUP runs save and stop.
 """
 import argparse, itertools, os, re, signal, subprocess, sys, time
 from pathlib import Path
