@@ -605,7 +605,9 @@ def main(argv: list[str]) -> None:
         start |= restore(paths[0], model, optimizers)
     if eval_only:
         val_loss, val_acc = evaluate(model, val_shards)
-        return print(f"val_loss:{val_loss:.5f} val_acc:{val_acc:.4f}") if rank == 0 else None
+        if rank == 0:
+            print(f"val_loss:{val_loss:.5f} val_acc:{val_acc:.4f}")
+        return
     if world > 1:
         parallel = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
     update(0, parallel, optimizers, train_shards, skip=True)  # compiles, outside the clock, and changes nothing
