@@ -65,3 +65,7 @@ study --batch_size=4 --max_iters=6400 --eval_interval=640 --warmup_iters=80 --op
 study --batch_size=4 --max_iters=6400 --eval_interval=640 --warmup_iters=80 --optimizer=muon-vs --adam_lr=0.01 --learning_rate=0.00125 --seed=101
 study --batch_size=4 --max_iters=6400 --eval_interval=640 --warmup_iters=80 --optimizer=muon-vs --adam_lr=0.005,0.02 --learning_rate=0.0018 --seed=101
 study --batch_size=4 --max_iters=6400 --eval_interval=640 --warmup_iters=80 --optimizer=muon-vs --adam_lr=0.005 --learning_rate=0.00125,0.0025 --seed=101
+study --batch_size=4 --max_iters=6400 --eval_interval=640 --warmup_iters=80 --optimizer=muon-vs --adam_lr=0.0025 --learning_rate=0.0018 --seed=101
+study --batch_size=4 --max_iters=6400 --eval_interval=640 --warmup_iters=80 --optimizer=muon --adam_lr=0.01 --learning_rate=0.0018 --seed=1..8
+study --batch_size=4 --max_iters=6400 --eval_interval=640 --warmup_iters=80 --optimizer=muon-vs --adam_lr=0.005 --learning_rate=0.0018 --seed=1..8
+study --batch_size=64 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon --adam_lr=0.02 --learning_rate=0.0035,0.005,0.007 --seed=101
