@@ -24,7 +24,7 @@ SHARES = np.array([0.2, 0.4, 0.6, 0.8, 1.0])  # of the budget: where losses are 
 LOSSES = {"val_loss": "validation loss", "train_loss": "smoothed training loss"}
 RUN_SETTINGS = set("""  seed preset run_name resume micro_batch_size activation_checkpointing log_interval eval_interval
     checkpoint_interval keep_checkpoints sample_tokens wandb tensorboard device compile allow_change log_dir data_dir
-    checkpoint_dir check_shards profile threads timeout_minutes max_skipped max_skips eval_only""".split())  # say nothing of the experiment
+    checkpoint_dir check_shards profile threads timeout_minutes max_skipped max_skips eval_only""".split())
 OWN = {"optimizer", "param_dtype", "stochastic_rounding", "resumed", "updates"}  # of a row, as what the script lists
 MAPPED = ["batch_size", "max_iters", "warmup_iters"]  # in which the cells of a map differ
 SWEEPS = {"lr": "peak learning rate of the matrices", "adam_lr": "peak learning rate of AdamW's parameters",
