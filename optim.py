@@ -17,6 +17,7 @@ from collections import namedtuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 # ---- Newton-Schulz ---------------------------------------------------------------------------------------------------
 
@@ -25,22 +26,22 @@ JORDAN = (3.4445, -4.7750, 2.0315)  # steep at 0: singular values end around 1, 
 @torch.no_grad()
 def newton_schulz(G: Tensor, steps: int = 5, eps: float = 1e-7, dtype: torch.dtype = torch.bfloat16,
                   coefficients=JORDAN) -> Tensor:
-    """About the polar factor UVᵀ of G = USVᵀ, in its plain form.
+    """About the polar factor UVᵀ of G = USVᵀ.
 
     G: (..., m, n) of any float dtype; normalised in fp32 (fp64 for fp64). coefficients: (a, b, c), or one such triple
     for each step. Returns (..., m, n), computed in `dtype`."""
-    tall = G.size(-2) > G.size(-1)
-    X = upcast(G.mT if tall else G)
-    X = (X / (frobenius_norm(X) + eps)).to(dtype)
-    for a, b, c in triples(steps, coefficients):
-        A = X @ X.mT
-        X = a * X + (b * A + c * A @ A) @ X
-    return X.mT if tall else X
+    X = normalised(upcast(G), eps).to(dtype)
+    O = newton_schulz_gram(X.reshape(-1, *X.shape[-2:]).contiguous(), steps, coefficients).view(X.shape)
+    return O.mT if G.size(-2) > G.size(-1) else O
+
+def normalised(X, eps):
+    """Of Frobenius norm 1, and transposed if it is tall."""
+    X = X / (frobenius_norm(X) + eps)
+    return X.mT if X.size(-2) > X.size(-1) else X
 
 def newton_schulz_gram(X: Tensor, steps: int = 5, coefficients=JORDAN) -> Tensor:
-    """The same with fewer operations and less rounding: what Muon runs.
+    """X: (k, m, n), normalised, m <= n; overwritten. Returns (k, m, n).
 
-    X: (k, m, n), normalised, m <= n; overwritten. Returns (k, m, n).
     A step is X <- ZX, where Z = aI + bR + cR² and R = XXᵀ. All of these are polynomials in R, so they commute, and the
     R of the next step is ZRZ: products of (m, m) matrices, cheaper than XXᵀ where n is large. Rounding would build up
     if every R came that way; every other one does: five steps are 2 + 1 + 2. With other coefficients than Jordan's
@@ -93,7 +94,8 @@ def frobenius_norm(X):
 # proxy(G, S, h) -> (what Newton-Schulz gets, new state), and for some after(O, G, S, h) -> (O, new state)
 #
 # G, O and the buffers of S are (k, m, n), k matrices at once; S["step"] is t, (k, 1, 1), 1 at the first step. h has the
-# parameter group's options, numbers as tensors (), so that new values recompile nothing.
+# parameter group's options, numbers as tensors (), so that new values recompile nothing, and "norm", which takes the
+# Frobenius norm of each matrix: under FSDP2, where a rule sees some of the rows, over all ranks.
 
 def muon(G, S, h):
     """Muon (Jordan et al., 2024): its momentum is a sum, where that of the variance-adaptive rules is an average."""
@@ -150,7 +152,7 @@ def normuon_after(O, G, S, h):
     """NorMuon (Li et al., 2025): a second moment of each row of the result, whose Frobenius norm is then restored."""
     v = h["beta2"] * S["row_moment"] + (1 - h["beta2"]) * O.square().mean(-1, keepdim=True)
     P = O / (v.sqrt() + h["eps"])
-    return P * (frobenius_norm(O) / frobenius_norm(P).clamp_min(1e-30)), {"row_moment": v}
+    return P * (h["norm"](O) / h["norm"](P).clamp_min(1e-30)), {"row_moment": v}
 
 def muon2(G, S, h):
     """Muon² (Liu et al., 2026): a second moment of the gradient, not corrected for its start, before Newton-Schulz."""
@@ -186,18 +188,17 @@ def before_pass(proxy, h, G, S, skip, X):
     S["step"].add_(1 - skip)
     Y, S_new = proxy(upcast(G), {name: upcast(s) for name, s in S.items()}, h)
     store(S_new, S, skip)
-    Y = Y / (frobenius_norm(Y) + h["ns_eps"])
-    X.copy_(Y.mT if Y.size(-2) > Y.size(-1) else Y)
+    X.copy_(Y if h["sharded"] else normalised(Y, h["ns_eps"]))
 
 def after_pass(after, h, G, S, skip, O, W):
     """Updates W, and S where the variant acts on O."""
-    O = upcast(O.mT if W.size(-2) > W.size(-1) else O)
+    O = upcast(O.mT if O.shape != W.shape else O)
     if after is not None:
         O, S_new = after(O, upcast(G), {name: upcast(s) for name, s in S.items()}, h)
         store(S_new, S, skip)
     scale = h["scale"]
     if h["adjust_lr_fn"] == "frobenius":
-        scale = scale / frobenius_norm(O).clamp_min(1e-30)
+        scale = scale / h["norm"](O).clamp_min(1e-30)
     W_new = upcast(W) * (1 - h["lr"] * h["weight_decay"]) - h["lr"] * scale * O        # line 14
     store({"W": W_new}, {"W": W}, skip)
 
@@ -224,8 +225,8 @@ def run(function, group, rule, h, G, *args):
 # ---- The optimizer ---------------------------------------------------------------------------------------------------
 
 # Parameters of a group that are alike. Each belongs to one rank, which keeps its state and updates it: shares[r] are
-# those of rank r, state the buffers of this rank's, (k, ..., m, n) each.
-Bucket = namedtuple("Bucket", "group shares state")
+# those of rank r, state the buffers of this rank's, (k, ..., m, n) each. mesh is None, or what they are sharded over.
+Bucket = namedtuple("Bucket", "group mesh shares state")
 
 class Muon(torch.optim.Optimizer):
     """Muon and its variants for the matrices inside a network, (m, n) or, as batches of matrices, (..., m, n). Not for
@@ -243,12 +244,15 @@ class Muon(torch.optim.Optimizer):
     With a process group each rank keeps the state of, and orthogonalises, its share of the parameters; all end step()
     with the same bits. They need the same gradients, as under DistributedDataParallel. To save, call full_state_dict()
     on all ranks; to go on, at any number of ranks, give what it returned on rank 0 to load_state_dict() on each.
-    Raises ValueError for an unknown variant or adjust_lr_fn, a negative number, what is no floating-point matrix."""
+    Matrices may be DTensors sharded by rows, as fully_shard of FSDP2 makes them: so is their state, then.
+    Raises ValueError for an unknown variant or adjust_lr_fn, a negative number, what is no floating-point matrix, and
+    any other DTensor."""
 
     def __init__(self, params, lr=1e-3, variant="muon-vs", momentum=0.95, weight_decay=0.1, gamma=10.0, beta2=0.95,
                  eps=1e-8, nesterov=True, ns_steps=5, ns_eps=1e-7, ns_dtype=torch.bfloat16, ns_coefficients=JORDAN,
                  adjust_lr_fn="original", state_dtype=None, compile=True):
-        options = {name: x for name, x in locals().items() if name not in ("self", "params", "__class__")}
+        options = {name: str(x).removeprefix("torch.") if isinstance(x, torch.dtype) else x  # which torch's functions for
+                   for name, x in locals().items() if name not in ("self", "params", "__class__")}  # checkpoints refuse
         super().__init__(params, options)
 
     _plan = None  # the buckets, once they are made; an attribute of the class, as copies of an optimizer begin without
@@ -266,6 +270,10 @@ class Muon(torch.optim.Optimizer):
             if p.ndim < 2 or not p.numel() or not p.is_floating_point():
                 raise ValueError(f"found a parameter of shape {tuple(p.shape)} and {p.dtype}, expected floating-point "
                                  "matrices: give vectors, embeddings and the output head to torch.optim.AdamW")
+            mesh = getattr(p, "device_mesh", None)
+            if mesh is not None and (p.ndim, mesh.ndim, p.placements) != (2, 1, (Shard(0),)):
+                raise ValueError(f"found a DTensor of shape {tuple(p.shape)} with {p.placements} on {mesh}, expected a "
+                                 "matrix with Shard(0) on a mesh of one dimension, as fully_shard makes it")
         self.param_groups.append(group)
         self._plan = None
 
@@ -274,83 +282,54 @@ class Muon(torch.optim.Optimizer):
         """Updates every parameter that has a gradient; the others keep value and state. Returns closure()'s loss."""
         with torch.enable_grad():
             loss = closure() if closure else None
-        rank, world = rank_and_world()
-        sent = []
-        for bucket in self._buckets():
-            if bucket.shares[rank]:
-                self._update(bucket, bucket.shares[rank])
-            if world > 1:
-                sent.append((bucket.shares, *send(bucket.shares, rank)))
-            if len(sent) == 2:  # one is on its way while the next one is computed
-                receive(*sent.pop(0))
-        for exchange in sent:
-            receive(*exchange)
+        buckets, found_inf = self._buckets(), getattr(self, "found_inf", 0)
+        step_shares([bucket for bucket in buckets if bucket.mesh is None], found_inf)
+        step_sharded([bucket for bucket in buckets if bucket.mesh is not None], found_inf)
         return loss
-
-    def _update(self, bucket, params):
-        """Updates this rank's share of a bucket. Newton-Schulz takes all matrices at once, and so do the passes around
-        it on a GPU, where launches cost. On a CPU, where copies cost, they take one at a time, in place."""
-        group, p = bucket.group, params[0]
-        if all(q.grad is None for q in params):
-            return
-        h, variant = hyperparameters(group, p), VARIANTS[group["variant"]]
-        skip = p.new_zeros(len(params), *[1] * p.ndim, dtype=torch.float32) + getattr(self, "found_inf", 0)
-        gradients = [torch.zeros_like(q) if q.grad is None else q.grad for q in params]
-        for q, row in zip(params, skip):
-            if q.grad is None:
-                row.fill_(1)
-        k = len(params) if p.is_cuda else 1  # in a pass
-        G, W = ([torch.stack(ts)] if k > 1 else [t[None] for t in ts] for ts in (gradients, params))
-        S = [{name: buffer[i:i + k] for name, buffer in bucket.state.items()} for i in range(0, len(params), k)]
-        X = p.new_empty(len(params), *p.shape[:-2], *sorted(p.shape[-2:]), dtype=group["ns_dtype"])
-        for args in zip(G, S, skip.split(k), X.split(k)):
-            run(before_pass, group, variant.proxy, h, *args)
-        O = newton_schulz_gram(X.flatten(0, -3), group["ns_steps"], group["ns_coefficients"]).view(X.shape)
-        for args in zip(G, S, skip.split(k), O.split(k), W):
-            run(after_pass, group, variant.after, h, *args)
-        if k > 1:
-            torch._foreach_copy_(params, list(W[0]))
 
     def _buckets(self):
         """The buckets, made anew after a change of groups or of state. From then on they hold the state, and
         self.state[p] has views of it. Gradients have no say, so that all ranks take part in the same exchanges."""
         if self._plan is None:
-            rank, world = rank_and_world()
-            self._plan, load = [], [0] * world
+            self._plan, load = [], [0] * rank_and_world()[1]
             for group in self.param_groups:
-                for params in alike(group["params"], world):
-                    shares = [[] for _ in load]
+                for params in alike(group["params"], len(load)):
+                    mesh = getattr(params[0], "device_mesh", None)
+                    rank, world = rank_and_world(mesh)
+                    shares = [[] for _ in range(world)]
                     for p in params:
-                        r = load.index(min(load))  # the rank with the least work so far
+                        r = min(range(world), key=load.__getitem__)  # the rank with the least work so far
                         shares[r].append(p)
                         load[r] += work(p)
-                    state = zero_state(group, params[0], len(shares[rank]))
+                    kept = shares[rank] if mesh is None else sum(shares, [])
+                    state = zero_state(group, local(params[0]), len(kept))
                     for name, buffer in state.items():
-                        for p, row in zip(shares[rank], buffer):
-                            self.state[p][name] = row.copy_(self.state[p].get(name, row))  # or 0, where it has none
-                    self._plan.append(Bucket(group, shares, state))
+                        for p, row in zip(kept, buffer):
+                            row.copy_(local(self.state[p].get(name, row)))  # or 0, where it has none
+                            self.state[p][name] = row if mesh is None or name == "step" else DTensor.from_local(
+                                row, mesh, [Shard(0)], shape=(p.size(0), row.size(1)), stride=(row.size(1), 1))
+                    self._plan.append(Bucket(group, mesh, shares, state))
         return self._plan
 
     def state_dict(self):
         """torch's. Of several ranks it has this rank's share alone, and says so: save full_state_dict() instead."""
         rank, world = rank_and_world()
-        return super().state_dict() | ({"share": [rank, world]} if world > 1 else {})
+        shared = world > 1 and any(bucket.mesh is None for bucket in self._plan or ())
+        return super().state_dict() | ({"share": [rank, world]} if shared else {})
 
     @torch.no_grad()
     def full_state_dict(self):
         """The whole state, on the CPU, to rank 0; {} to the others. All ranks must call it."""
-        (rank, world), whole = rank_and_world(), super().state_dict()
+        (rank, world), result = rank_and_world(), super().state_dict()
         index = {p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
         for bucket in self._buckets():
             for owner, share in enumerate(bucket.shares):
                 for p in share:
-                    state = self.state[p] if owner == rank else zero_state(bucket.group, p)
-                    if world > 1:
-                        for buffer in state.values():
-                            dist.broadcast(buffer, owner)
-                    if rank == 0:
-                        whole["state"][index[p]] = {name: buffer.to("cpu", copy=True) for name, buffer in state.items()}
-        return whole if rank == 0 else {}
+                    state = self.state.get(p) or zero_state(bucket.group, p)
+                    for buffer in state.values() if bucket.mesh is None and world > 1 else ():
+                        dist.broadcast(buffer, owner)
+                    result["state"][index[p]] = {name: whole_on_cpu(buffer) for name, buffer in state.items()}
+        return result if rank == 0 else {}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict):
@@ -370,12 +349,58 @@ class Muon(torch.optim.Optimizer):
                                      f"{expected}: it is of another model or variant")
         super().load_state_dict({"state": {}, "param_groups": groups})  # torch would cast buffers
         self._plan = None
-        for p in (p for bucket in self._buckets() for p in bucket.shares[rank]):
+        self._buckets()
+        for p, state in self.state.items():
             for name, buffer in saved[p].items():
-                self.state[p][name].copy_(buffer)
+                local(state[name]).copy_(buffer if name == "step" else local(sharded_like(buffer, p)))
 
-def rank_and_world():
+def rank_and_world(mesh=None):
+    if mesh is not None:
+        return mesh.get_local_rank(), mesh.size()
     return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
+
+def dtype_of(group, name):
+    return getattr(torch, str(group[name]).removeprefix("torch."), None)
+
+def step_shares(buckets, found_inf):
+    """Each rank updates its share of the matrices; that of a bucket is on its way while the next one is computed."""
+    (rank, world), sent = rank_and_world(), []
+    for bucket in buckets:
+        if bucket.shares[rank]:
+            update(bucket, bucket.shares[rank], found_inf)
+        if world > 1:
+            sent.append((bucket.shares, *send(bucket.shares, rank)))
+        if len(sent) == 2:
+            receive(*sent.pop(0))
+    for exchange in sent:
+        receive(*exchange)
+
+def update(bucket, params, found_inf):
+    """Updates this rank's share of a bucket. Newton-Schulz takes all matrices at once, and so do the passes around
+    it on a GPU, where launches cost. On a CPU, where copies cost, they take one at a time, in place."""
+    group, p, variant = bucket.group, params[0], VARIANTS[bucket.group["variant"]]
+    if all(q.grad is None for q in params):
+        return
+    h, (gradients, skip) = hyperparameters(group, p), gradients_and_skip(params, found_inf)
+    k = len(params) if p.is_cuda else 1  # in a pass
+    G, W = ([torch.stack(ts)] if k > 1 else [t[None] for t in ts] for ts in (gradients, params))
+    S = [{name: buffer[i:i + k] for name, buffer in bucket.state.items()} for i in range(0, len(params), k)]
+    X = p.new_empty(len(params), *p.shape[:-2], *sorted(p.shape[-2:]), dtype=dtype_of(group, "ns_dtype"))
+    for args in zip(G, S, skip.split(k), X.split(k)):
+        run(before_pass, group, variant.proxy, h, *args)
+    O = newton_schulz_gram(X.flatten(0, -3), group["ns_steps"], group["ns_coefficients"]).view(X.shape)
+    for args in zip(G, S, skip.split(k), O.split(k), W):
+        run(after_pass, group, variant.after, h, *args)
+    if k > 1:
+        torch._foreach_copy_(params, list(W[0]))
+
+def gradients_and_skip(params, found_inf):
+    """What each parameter, or its rows here, has as its gradient, and 1 where nothing shall change, (k, 1, 1)."""
+    skip = torch.zeros(len(params), *[1] * params[0].ndim, device=params[0].device) + found_inf
+    for p, row in zip(params, skip):
+        if p.grad is None:
+            row.fill_(1)
+    return [local(torch.zeros_like(p) if p.grad is None else p.grad) for p in params], skip
 
 def send(shares, rank):
     """Begins to send this rank's share of a bucket to all ranks. Returns what theirs will be in, and its handle."""
@@ -399,7 +424,7 @@ def alike(params, world):
     a CPU of what fits a cache for each rank."""
     kinds = {}
     for p in params:
-        kinds.setdefault((p.shape, p.dtype, p.device), []).append(p)
+        kinds.setdefault((p.shape, p.dtype, p.device, getattr(p, "device_mesh", None)), []).append(p)
     for same in sorted(kinds.values(), key=lambda same: -work(same[0])):
         p = same[0]
         most = world * max(1, 2**27 // (p.numel() * world)) if p.is_cuda else world * max(2, 2**20 // p.numel())
@@ -415,13 +440,85 @@ def zero_state(group, p, *k, device=None):
     full, size = torch.promote_types(p.dtype, torch.float32), {"m": p.size(-2), "n": p.size(-1), "1": 1}
     state = {}
     for name, dims in {"step": "11", **VARIANTS[group["variant"]].state}.items():
-        dtype = full if name == "step" else group["state_dtype"] or full
-        state[name] = p.new_zeros(*k, *p.shape[:-2], *(size[d] for d in dims), dtype=dtype, device=device)
+        dtype = full if name == "step" else dtype_of(group, "state_dtype") or full
+        shape = *k, *p.shape[:-2], *(size[d] for d in dims)
+        state[name] = torch.zeros(shape, dtype=dtype, device=device or p.device)
     return state
 
 def hyperparameters(group, p):
     """The options as rules get them: a number as a tensor (), on the CPU, where graphs for a GPU take it from too."""
-    options = group | {"params": None, "scale": UPDATE_SCALES[group["adjust_lr_fn"]](*p.shape[-2:])}
+    mesh = getattr(p, "device_mesh", None)
+    options = group | {"params": None, "scale": UPDATE_SCALES[group["adjust_lr_fn"]](*p.shape[-2:]),
+                       "sharded": mesh is not None, "norm": frobenius_norm if mesh is None else norm_over(mesh)}
     dtype = torch.promote_types(p.dtype, torch.float32)
     return {name: torch.as_tensor(x, dtype=dtype, device="cpu") if type(x) in (int, float, Tensor) else x
             for name, x in options.items()}
+
+# ---- Matrices sharded by rows, as FSDP2's fully_shard makes them -----------------------------------------------------
+# Rules act on entries, so momentum and variance live, and change, where their rows are. Newton-Schulz takes a whole
+# matrix: the rows of its proxy travel to the rank whose share it is in, and those of the result back.
+
+def step_sharded(buckets, found_inf):
+    """In three loops; what one sends for a bucket is on its way while it computes the next one."""
+    proxies, results = [], []
+    for bucket in buckets:
+        params, group = sum(bucket.shares, []), bucket.group
+        h, (gradients, skip) = hyperparameters(group, params[0]), gradients_and_skip(params, found_inf)
+        G = torch.stack(gradients)
+        X = torch.empty_like(G, dtype=dtype_of(group, "ns_dtype"))
+        run(before_pass, group, VARIANTS[group["variant"]].proxy, h, G, bucket.state, skip, X)
+        to_owners = X.split([len(share) for share in bucket.shares])
+        rank, world = rank_and_world(bucket.mesh)
+        rows, k = rows_of_ranks(params[0], world), len(bucket.shares[rank])
+        coming = exchange(to_owners, [(k, m, X.size(2)) for m in rows], bucket.mesh)
+        proxies.append((bucket, params, h, G, skip, rows, [part.shape for part in to_owners], coming))
+    for bucket, params, h, G, skip, rows, shapes, (parts, handle) in proxies:
+        handle.wait()
+        Y = torch.cat(parts, 1)  # (this rank's matrices, m, n)
+        O = newton_schulz(Y, bucket.group["ns_steps"], bucket.group["ns_eps"], Y.dtype, bucket.group["ns_coefficients"])
+        results.append((bucket, params, h, G, skip, exchange(O.split(rows, 1), shapes, bucket.mesh)))
+    for bucket, params, h, G, skip, (parts, handle) in results:
+        handle.wait()
+        weights = [p.to_local() for p in params]
+        W = torch.stack(weights)
+        run(after_pass, bucket.group, VARIANTS[bucket.group["variant"]].after, h, G, bucket.state, skip,
+            torch.cat(parts), W)
+        torch._foreach_copy_(weights, list(W))
+
+def exchange(parts, shapes, mesh):
+    """Begins to send parts[r] to rank r. Returns the tensors that come, of shapes[r] from rank r, and a handle."""
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    flat = torch.cat([part.flatten() for part in parts])
+    into = flat.new_empty(sum(sizes))
+    counts = [[flat.element_size() * size for size in ns] for ns in (sizes, map(Tensor.numel, parts))]
+    handle = dist.all_to_all_single(into.view(torch.uint8), flat.view(torch.uint8), *counts, mesh.get_group(),
+                                    async_op=True)  # bytes: gloo lacks bf16
+    return [t.view(shape) for t, shape in zip(into.split(sizes), shapes)], handle
+
+def rows_of_ranks(p, world):
+    """How many rows of p each rank has: as many as the first, until none are left."""
+    most = -(-p.size(0) // world)
+    return [min(most, max(0, p.size(0) - r * most)) for r in range(world)]
+
+@functools.cache
+def norm_over(mesh):
+    @torch._dynamo.disable
+    def norm(X):
+        squares = X.square().sum((-2, -1), keepdim=True)
+        dist.all_reduce(squares, group=mesh.get_group())
+        return squares.sqrt()
+    return norm
+
+def local(t):
+    return t.to_local() if isinstance(t, DTensor) else t
+
+def whole_on_cpu(t):
+    """A copy of t, which may be sharded, to rank 0, and None to the others; all ranks must call it."""
+    t = t.full_tensor() if isinstance(t, DTensor) else t
+    return t.to("cpu", copy=True) if rank_and_world()[0] == 0 else None
+
+def sharded_like(t, p):
+    """The whole tensor t as the DTensor that p is, without communication."""
+    if isinstance(t, DTensor) or not isinstance(p, DTensor):
+        return t
+    return distribute_tensor(t, p.device_mesh, p.placements, src_data_rank=None)

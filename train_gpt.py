@@ -9,7 +9,7 @@ Trains a GPT-2 (pre-norm, RoPE, no biases, untied head) with Muon-VS, or with an
 Every hyperparameter is a global below: edit it, or pass --name=value. The last line is "final val_loss:...". Shapes:
 B sequences of a micro-batch, T tokens, D model width, H heads, K head width, V vocabulary, N = B T.
 """
-import argparse, contextlib, ctypes, functools, importlib.util, math, os, re, resource, signal, sys, time, zipfile
+import argparse, ctypes, functools, importlib.util, math, os, re, resource, signal, sys, time, zipfile
 from collections import Counter
 from pathlib import Path
 
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import optim
@@ -78,6 +79,7 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 dtype = "auto"                # float32, bfloat16 (autocast); auto: bfloat16 where the hardware is fast at it
 param_dtype = "float32"       # bfloat16: parameters and optimizer state are bf16 too
 compile = True                # torch.compile of blocks, loss and optimizer
+fsdp = False                  # ranks share out weights, gradients and state by rows (FSDP2), instead of DDP
 
 LEAST = dict(n_layer=1, n_head=1, n_embd=1, block_size=1, batch_size=1, log_interval=1, eval_interval=1, max_skips=1,
              checkpoint_interval=1, keep_checkpoints=0, vocab_size=0, max_iters=0, warmup_iters=0, micro_batch_size=0,
@@ -349,7 +351,7 @@ def evaluate(model: Model, shards: Shards) -> tuple[float, float]:
     model.eval()
     total = min(max(1, val_tokens // block_size), shards.windows)
     mine, sums = range(rank, total, world), torch.zeros(2, dtype=torch.float64, device=device)
-    for i in range(0, len(mine), micro_batch_size):
+    for i in range(0, -(-total // world), micro_batch_size):  # as often on all ranks, for FSDP
         x_BT, y_BT = shards.read(mine[i:i + micro_batch_size])
         with torch.autocast(device, torch.bfloat16, enabled=dtype == "bfloat16"):
             logits_NV = model(x_BT).flatten(0, 1)
@@ -424,32 +426,34 @@ def restore(path: Path, model: Model, optimizers: list[torch.optim.Optimizer]) -
     saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     if different := saved["model"].keys() ^ model.state_dict().keys():
         sys.exit(f"{path} is of another model, as only one of both has {', '.join(sorted(different))}")
-    model.load_state_dict(saved["model"])
+    model.load_state_dict({name: optim.sharded_like(saved["model"][name], p) for name, p in model.state_dict().items()})
     if path == Path(init_from):
         return {}
     if saved["globals"]["optimizer"] != optimizer:
         sys.exit(f"{path} is of --optimizer={saved['globals']['optimizer']}; go on with it")
     for opt in optimizers:
-        names = enumerate(parameter_names(model, opt))
-        state = {i: saved["optimizer"][name] for i, name in names if name in saved["optimizer"]}
+        state = {}
+        for i, (name, p) in enumerate(named_parameters(model, opt)):
+            buffers = saved["optimizer"][name].items()
+            state[i] = {key: t if key == "step" else optim.sharded_like(t, p) for key, t in buffers}
         opt.load_state_dict({"state": state, "param_groups": opt.state_dict()["param_groups"]})  # of this run
-        if world > 1 and not isinstance(opt, optim.Muon):  # of files that differ, as on two nodes, the first one counts
-            for t in (t for buffers in opt.state.values() for t in buffers.values()):
-                dist.broadcast(t, 0)
     return {name: saved[name] for name in ("step", "train_time", "skipped", "globals")}
 
-def optimizer_state(model: Model, optimizers: list[torch.optim.Optimizer]) -> dict:
-    """The buffers of each parameter by its name, on rank 0; all ranks have to call it."""
-    state = {}
+def whole_state(model: Model, optimizers: list[torch.optim.Optimizer]) -> dict:
+    """Weights, and the optimizers' buffers by their parameter's name, on rank 0; all ranks have to call it."""
+    state = {"model": {name: optim.whole_on_cpu(p) for name, p in model.state_dict().items()}, "optimizer": {}}
     for opt in optimizers:
-        whole = opt.full_state_dict() if isinstance(opt, optim.Muon) else opt.state_dict()
-        names = parameter_names(model, opt)
-        state |= {names[i]: buffers for i, buffers in whole.get("state", {}).items()}
+        if isinstance(opt, optim.Muon):
+            buffers = opt.full_state_dict().get("state", {})
+        else:
+            buffers = {i: {key: optim.whole_on_cpu(t) for key, t in ts.items()}
+                       for i, ts in opt.state_dict()["state"].items()}
+        state["optimizer"] |= {name: buffers.get(i) for i, (name, _) in enumerate(named_parameters(model, opt))}
     return state
 
-def parameter_names(model: Model, opt: torch.optim.Optimizer) -> list[str]:
+def named_parameters(model: Model, opt: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
     names = {p: name for name, p in model.named_parameters()}
-    return [names[p] for group in opt.param_groups for p in group["params"]]
+    return [(names[p], p) for group in opt.param_groups for p in group["params"]]
 
 # ---- Main ------------------------------------------------------------------------------------------------------------
 
@@ -482,9 +486,11 @@ def build_model(vocab: int) -> Model:
     torch.manual_seed(seed)
     model = Model(vocab)
     initialise(model)
-    model.to(device)
     for p in model.parameters():  # not RoPE's tables
         p.data = p.data.to(getattr(torch, param_dtype))
+    if fsdp and world > 1:
+        shard(model)
+    model.to(device)
     if compile:  # a block at a time: all share one graph
         torch._dynamo.config.optimize_ddp = False  # it would cut that graph; gradients leave block by block anyway
         try:
@@ -497,6 +503,15 @@ def build_model(vocab: int) -> Model:
             print(f"runs uncompiled, so slower; is there a C++ compiler? ({error!r:.150})", file=sys.stderr)
             compile = False
     return model
+
+def shard(model: Model) -> None:
+    """Leaves each rank its rows of every parameter. Those of a block are gathered while it computes, in bf16 under
+    autocast; of embedding and head as they are, so that the residual stream stays fp32."""
+    mesh = dist.init_device_mesh(device, (world,))
+    gathered = torch.bfloat16 if dtype == "bfloat16" else None
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(gathered, torch.float32, cast_forward_inputs=False))
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
 
 def open_log(path: Path, facts: str, settings: dict):
     """Returns log(line), which prints, appends to the file, and sends figures to --wandb. A new file begins with the
@@ -526,12 +541,15 @@ def update(step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer],
     for k in range(accumulate):
         first = (k * world + rank) * micro_batch_size
         x_BT, y_BT = shards.batch(step, range(first, first + micro_batch_size))
-        with model.no_sync() if world > 1 and k < accumulate - 1 else contextlib.nullcontext():
-            with torch.autocast(device, torch.bfloat16, enabled=dtype == "bfloat16"):
-                part = model(x_BT, y_BT) / accumulate
-            part.backward()
+        if world > 1:  # reduce gradients once
+            reduce = k == accumulate - 1
+            model.set_requires_gradient_sync(reduce) if fsdp else setattr(model, "require_backward_grad_sync", reduce)
+        with torch.autocast(device, torch.bfloat16, enabled=dtype == "bfloat16"):
+            part = model(x_BT, y_BT) / accumulate
+        part.backward()
         loss += part.detach()
     norm = nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
+    norm = norm.full_tensor() if fsdp and world > 1 else norm
     skipped = (~norm.isfinite() | skip).float()
     set_schedules(step, optimizers)
     for opt in optimizers:
@@ -579,7 +597,7 @@ def main(argv: list[str]) -> None:
         if rank == 0:
             print(f"val_loss:{val_loss:.5f} val_acc:{val_acc:.4f}")
         return
-    if world > 1:
+    if world > 1 and not fsdp:
         parallel = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
     update(0, parallel, optimizers, train_shards, skip=True)  # compiles, outside the clock, and changes nothing
     compile_time = time.perf_counter() - begin
@@ -625,11 +643,11 @@ def main(argv: list[str]) -> None:
             restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
             sys.exit(0 if restarts else 1)  # torchrun would replay it to the same end
         if step > first and (saving or stop):
-            state = optimizer_state(model, optimizers)  # all ranks take part
+            state = whole_state(model, optimizers)  # all ranks take part
             if rank == 0:
                 save(checkpoint_folder, dict(
-                    step=step, train_time=train_time, skipped=skipped.item(), model=model.state_dict(), optimizer=state,
-                    globals=settings, script=Path(__file__).name, vocab=train_shards.vocab, eot=train_shards.eot))
+                    state, step=step, train_time=train_time, skipped=skipped.item(), globals=settings,
+                    script=Path(__file__).name, vocab=train_shards.vocab, eot=train_shards.eot))
             del state
         if last or stop:
             break
@@ -648,7 +666,7 @@ def main(argv: list[str]) -> None:
     if last:
         rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         memory = torch.cuda.max_memory_allocated() or rss
-        state = sum(t.nbytes for opt in optimizers for entry in opt.state.values() for t in entry.values())
+        state = sum(optim.local(t).nbytes for opt in optimizers for entry in opt.state.values() for t in entry.values())
         log(f"final val_loss:{val_loss:.5f} val_ppl:{math.exp(min(val_loss, 700)):.4f} val_acc:{val_acc:.4f}"
             f" train_time:{train_time:.3f}s peak_memory_mib:{memory / 2**20:.0f}"
             f" optimizer_state_mib:{state / 2**20:.1f} compile_time:{compile_time:.1f}s")
