@@ -272,8 +272,8 @@ class Muon(torch.optim.Optimizer):
                                  "matrices: give vectors, embeddings and the output head to torch.optim.AdamW")
             mesh = getattr(p, "device_mesh", None)
             if mesh is not None and (p.ndim, mesh.ndim, p.placements) != (2, 1, (Shard(0),)):
-                raise ValueError(f"found a DTensor of shape {tuple(p.shape)} with {p.placements} on {mesh}, expected a "
-                                 "matrix with Shard(0) on a mesh of one dimension, as fully_shard makes it")
+                raise ValueError(f"found a DTensor of shape {tuple(p.shape)} with {p.placements} on {mesh}, "
+                                 "expected a matrix with Shard(0) on a mesh of one dimension, as fully_shard makes it")
         self.param_groups.append(group)
         self._plan = None
 

@@ -9,7 +9,7 @@ Trains a GPT-2 (pre-norm, RoPE, no biases, untied head) with Muon-VS, or with an
 Every hyperparameter is a global below: edit it, or pass --name=value. The last line is "final val_loss:...". Shapes:
 B sequences of a micro-batch, T tokens, D model width, H heads, K head width, V vocabulary, N = B T.
 """
-import argparse, ctypes, functools, importlib.util, math, os, re, resource, signal, sys, time, zipfile
+import argparse, ctypes, functools, importlib.util, math, os, re, resource, shutil, signal, sys, time, zipfile
 from collections import Counter
 from pathlib import Path
 
@@ -112,6 +112,7 @@ signals = []  # SIGTERM and SIGINT that came
 
 def configure(argv: list[str]) -> None:
     """Sets the globals: preset, then preset/optimizer, then --name=value."""
+    global micro_batch_size
     comments = dict(re.findall(r"^(\w+) = .*?# (.+)$", SOURCES[0], re.M))
     parser = argparse.ArgumentParser(usage="%(prog)s [--name=value ...]", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -133,6 +134,10 @@ def configure(argv: list[str]) -> None:
         parser.error("argument --wandb needs a package; run: pip install wandb")
     if n_embd % (2 * n_head):
         parser.error(f"argument --n_embd: found {n_embd}, expected a multiple of 2 x n_head = {2 * n_head}, for RoPE")
+    micro_batch_size = micro_batch_size or max(1, batch_size // world)
+    if batch_size % (micro_batch_size * world):
+        parser.error(f"argument --batch_size: found {batch_size}, no multiple of --micro_batch_size={micro_batch_size} "
+                     f"x {world} ranks")
 
 def boolean(text: str) -> bool:
     return ["false", "true"].index(text.lower()) == 1
@@ -311,18 +316,14 @@ def build_optimizers(model: Model) -> list[torch.optim.Optimizer]:
             state_dtype=torch.bfloat16 if param_dtype == "bfloat16" else None,
             compile=compile,
         ))
-    optimizers.append(torch.optim.AdamW(adam, betas=(adam_beta1, adam_beta2), eps=adam_eps, fused=True))
-    for opt in optimizers:
-        for group in opt.param_groups:
-            group["initial_lr"] = group["lr"]
-    return optimizers
+    return [*optimizers, torch.optim.AdamW(adam, betas=(adam_beta1, adam_beta2), eps=adam_eps, fused=True)]
 
 def parameter_table(model: Model, optimizers: list[torch.optim.Optimizer]) -> str:
     """What each parameter gets; layers share a line."""
     names = {p: re.sub(r"\.\d+\.", ".*.", name) for name, p in model.named_parameters()}
     rows = Counter()
     for group in (group for opt in optimizers for group in opt.param_groups):
-        how = f"{group.get('variant', 'adamw'):14} lr {group['initial_lr']:<8g} weight_decay {group['weight_decay']:g}"
+        how = f"{group.get('variant', 'adamw'):14} lr {group['lr']:<8g} weight_decay {group['weight_decay']:g}"
         rows.update(f"{names[p]:26} {str(tuple(p.shape)):16} {how}" for p in group["params"])
     return "\n".join(f"{count:3} x {row}" for row, count in rows.items())
 
@@ -330,7 +331,7 @@ def set_schedules(step: int, optimizers: list[torch.optim.Optimizer]) -> None:
     """Sets what changes from update to update. Groups have lr and weight_decay, Muon's have momentum too."""
     for opt in optimizers:
         for group in opt.param_groups:
-            group["lr"] = group["initial_lr"] * lr_factor(step)
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * lr_factor(step)
 
 def lr_factor(step: int) -> float:
     """The part of their peaks that both learning rates have at update 0 to max_iters - 1."""
@@ -457,23 +458,17 @@ def named_parameters(model: Model, opt: torch.optim.Optimizer) -> list[tuple[str
 
 # ---- Main ------------------------------------------------------------------------------------------------------------
 
-def settle_defaults() -> None:
-    """Sets dtype and micro_batch_size where they are left to the machine and the number of ranks."""
-    global micro_batch_size, dtype
-    if dtype == "auto":
-        dtype = "bfloat16" if param_dtype == "bfloat16" or fast_bf16() else "float32"
-    micro_batch_size = micro_batch_size or max(1, batch_size // world)
-    if batch_size % (micro_batch_size * world):
-        sys.exit(f"--batch_size={batch_size} is no multiple of --micro_batch_size={micro_batch_size} x {world} ranks")
-
 def init_ranks() -> None:
-    """Takes this rank's GPU, or its share of the cores, and joins the others."""
+    """Takes this rank's GPU, or its share of the cores, sets dtype by what they are fast at, and joins the others."""
+    global dtype
     if device == "cuda":
         torch.cuda.set_device(local_rank)
         torch.backends.cuda.matmul.allow_tf32 = True
     elif sys.platform == "linux":  # glibc shall keep freed memory: to map it anew takes a tenth of an update
         for option, value in (-4, 0), (-1, -1), (-2, 2**28):  # M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD
             ctypes.CDLL(None).mallopt(option, value)
+    if dtype == "auto":
+        dtype = "bfloat16" if param_dtype == "bfloat16" or fast_bf16() else "float32"
     if world > 1:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
@@ -491,26 +486,24 @@ def build_model(vocab: int) -> Model:
     if fsdp and world > 1:
         shard(model)
     model.to(device)
+    if compile and device == "cpu" and not shutil.which(torch._inductor.config.cpp.cxx[-1]):
+        print("runs uncompiled, so slower, as there is no C++ compiler", file=sys.stderr)
+        compile = False
     if compile:  # a block at a time: all share one graph
         torch._dynamo.config.optimize_ddp = False  # it would cut that graph; gradients leave block by block anyway
-        try:
-            if device == "cpu":  # is there a compiler? On a GPU its error shall end the run, which would be slow
-                torch.compile(torch.neg)(torch.ones(8))
-            for block in model.blocks:
-                block.compile(dynamic=False)
-            model.loss = torch.compile(model.loss, dynamic=False)
-        except torch._dynamo.exc.TorchDynamoException as error:
-            print(f"runs uncompiled, so slower; is there a C++ compiler? ({error!r:.150})", file=sys.stderr)
-            compile = False
+        for block in model.blocks:
+            block.compile(dynamic=False)
+        model.loss = torch.compile(model.loss, dynamic=False)
     return model
 
 def shard(model: Model) -> None:
     """Leaves each rank its rows of every parameter. Those of a block are gathered while it computes, in bf16 under
     autocast; of embedding and head as they are, so that the residual stream stays fp32."""
     mesh = dist.init_device_mesh(device, (world,))
-    gathered = torch.bfloat16 if dtype == "bfloat16" else None
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(gathered, torch.float32, cast_forward_inputs=False))
+        gathered = torch.bfloat16 if dtype == "bfloat16" else None
+        policy = MixedPrecisionPolicy(gathered, torch.float32, cast_forward_inputs=False)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
 
 def open_log(path: Path, facts: str, settings: dict):
@@ -568,7 +561,6 @@ def main(argv: list[str]) -> None:
     # data, and the checkpoint to go on from
     configure(argv)
     init_ranks()
-    settle_defaults()
     train_shards, val_shards = Shards(dataset, "train"), Shards(val_dataset or dataset, "val")
     vocab = vocab_size or -(-train_shards.vocab // 64) * 64
     if train_shards.vocab != val_shards.vocab or train_shards.vocab > vocab:
@@ -597,14 +589,14 @@ def main(argv: list[str]) -> None:
         if rank == 0:
             print(f"val_loss:{val_loss:.5f} val_acc:{val_acc:.4f}")
         return
+    facts = (f"torch: {torch.__version__}\nhardware: {hardware()}\nworld_size: {world}\n"
+             f"parameters: {sum(p.numel() for p in model.parameters())}\n{parameter_table(model, optimizers)}\n")
     if world > 1 and not fsdp:
         parallel = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
     update(0, parallel, optimizers, train_shards, skip=True)  # compiles, outside the clock, and changes nothing
     compile_time = time.perf_counter() - begin
 
     # log
-    facts = (f"torch: {torch.__version__}\nhardware: {hardware()}\nworld_size: {world}\n"
-             f"parameters: {sum(p.numel() for p in model.parameters())}\n{parameter_table(model, optimizers)}\n")
     log = open_log(log_path, facts, settings) if rank == 0 else lambda line: None
     first, train_time = start["step"], start["train_time"]
     if resume:

@@ -103,14 +103,14 @@ def text(name):
     log = Path(f"logs/{name}.txt")
     return log.read_text() if log.exists() else ""
 
-def at_update_4(name):
-    launcher = torchrun(name)
+def at_update_4(name, **settings):
+    launcher = torchrun(name, **settings)
     while "step:4/" not in text(name):
         time.sleep(0.005)
     return launcher
 
-def rank_killed(rank, name):
-    launcher = at_update_4(name)
+def rank_killed(rank, name, **settings):
+    launcher = at_update_4(name, **settings)
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
     ranks = {Path(f"/proc/{pid}/environ").read_bytes().split(b"\0LOCAL_RANK=")[1][:1]: pid for pid in children}
     os.kill(int(ranks[b"%d" % rank]), signal.SIGKILL)
@@ -150,5 +150,8 @@ if __name__ == "__main__":
             name = f"torchrun-{which.name}"
             report(f"{which.name} to torchrun", torchrun_stopped(which, name) and goes_on(name, "ranks"))
         report("divergence under --max-restarts=3", diverged("diverged"))
+        assert torchrun("fsdp", fsdp=True).wait() == 0
+        for name, rank in dict(e=0, f=1).items():
+            report(f"rank {rank} killed under FSDP", rank_killed(rank, name, fsdp=True) and goes_on(name, "fsdp"))
     print(f"{time.time() - began:.0f} s\nfaults injected {injected}, runs lost {lost}")
     sys.exit(bool(lost))

@@ -1,5 +1,5 @@
-"""Matrices whose rows ranks share out, as FSDP2's fully_shard makes them: optim.Muon alone, in a script of one's own with
-torch.distributed.checkpoint, and in the train scripts."""
+"""Matrices whose rows ranks share out, as FSDP2's fully_shard makes them: optim.Muon alone, in a script of one's own
+with torch.distributed.checkpoint, and in the train scripts."""
 import itertools
 import time
 from pathlib import Path
@@ -19,7 +19,8 @@ from optim import VARIANTS, Muon
 from test_optim import parameters, set_gradients
 
 SHAPES = [(24, 16), (16, 16), (16, 16), (10, 24), (1, 5)]  # divided evenly, unevenly, and none for some ranks
-KINDS = [*itertools.product(VARIANTS, ["match_rms_adamw", "frobenius"], ["float32"]), ("muon-vs", "original", "bfloat16")]
+KINDS = [*itertools.product(VARIANTS, ["match_rms_adamw", "frobenius"], ["float32"]),
+         ("muon-vs", "original", "bfloat16")]
 
 def thirty_steps(shard=lambda t: t):
     """Of each variant with each kind of scale, groups of one optimizer."""
@@ -85,7 +86,8 @@ def someones_script(rank, world, folder):
     fully_shard(model)
     matrices = [model[1].weight, model[3].weight]
     others = [p for p in model.parameters() if p not in {*matrices}]
-    optimizers = [Muon(matrices, lr=0.02, variant="muon-vs", ns_dtype=torch.float32), torch.optim.AdamW(others, lr=0.01)]
+    muon = Muon(matrices, lr=0.02, variant="muon-vs", ns_dtype=torch.float32)
+    optimizers = [muon, torch.optim.AdamW(others, lr=0.01)]
     if world < 4:
         weights, state = get_state_dict(model, optimizers)
         dcp.load({"model": weights, "optimizers": state}, checkpoint_id=f"{folder}/saved")

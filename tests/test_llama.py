@@ -98,6 +98,14 @@ def test_optimizer_state_is_the_papers(preset, dtype, muon, adaptive):
             size += sum(buffer.nbytes for buffer in optim.zero_state(own.param_groups[0], p).values())
         assert size / 2**30 == pytest.approx(gib, abs=0.0151)  # which is rounded to 0.01 and may be cut
 
+@pytest.mark.parametrize("preset, layers, width, ffn", [("llama-3b", 26, 3200, 8640), ("llama-7b", 32, 4096, 11008)])
+def test_presets_for_fsdp_have_the_published_shapes(preset, layers, width, ffn):
+    t = configured(preset)
+    with torch.device("meta"):
+        model = t.Model(50304)
+    size = layers * (4 * width**2 + 3 * width * ffn) + 50304 * width + (2 * layers + 1) * width
+    assert sum(p.numel() for p in model.parameters()) == size and t.fsdp and t.tied
+
 @pytest.mark.parametrize("script", ["train_gpt.py", "train_llama.py"])
 def test_every_hyperparameter_reaches_its_optimizer(script):
     """Each global of the section "optimizer" changes a group of an optimizer, but for the clipping."""
