@@ -69,3 +69,50 @@ study --batch_size=4 --max_iters=6400 --eval_interval=640 --warmup_iters=80 --op
 study --batch_size=4 --max_iters=6400 --eval_interval=640 --warmup_iters=80 --optimizer=muon --adam_lr=0.01 --learning_rate=0.0018 --seed=1..8
 study --batch_size=4 --max_iters=6400 --eval_interval=640 --warmup_iters=80 --optimizer=muon-vs --adam_lr=0.005 --learning_rate=0.0018 --seed=1..8
 study --batch_size=64 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon --adam_lr=0.02 --learning_rate=0.0035,0.005,0.007 --seed=101
+study --batch_size=64 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon --adam_lr=0.02 --learning_rate=0.01 --seed=101
+study --batch_size=64 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon --adam_lr=0.01,0.04 --learning_rate=0.007 --seed=101
+study --batch_size=64 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon --adam_lr=0.01 --learning_rate=0.005,0.01 --seed=101
+study --batch_size=64 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon --adam_lr=0.005 --learning_rate=0.007 --seed=101
+study --batch_size=64 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon --adam_lr=0.01 --learning_rate=0.007 --seed=1..8
+study --batch_size=64 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.02 --learning_rate=0.0018,0.0025,0.0035 --seed=101
+study --batch_size=64 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.02 --learning_rate=0.005 --seed=101
+study --batch_size=64 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.02 --learning_rate=0.007 --seed=101
+study --batch_size=64 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.01,0.04 --learning_rate=0.005 --seed=101
+study --batch_size=64 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.02 --learning_rate=0.005 --seed=1..8
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-nsr --gamma=10 --adam_lr=0.01 --learning_rate=0.0035,0.005,0.007 --seed=101
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-nsr --gamma=10 --adam_lr=0.01 --learning_rate=0.01 --seed=101
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-nsr --gamma=10 --adam_lr=0.005,0.02 --learning_rate=0.007 --seed=101
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-nsr --gamma=10 --adam_lr=0.02 --learning_rate=0.005,0.01 --seed=101
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-nsr --gamma=10 --adam_lr=0.04 --learning_rate=0.007 --seed=101
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-nsr --gamma=10 --adam_lr=0.02 --learning_rate=0.007 --seed=1..8
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=adamw --adam_lr=0.01 --learning_rate=0.0025,0.005,0.01 --seed=101
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=adamw --adam_lr=0.01 --learning_rate=0.00125 --seed=101
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=adamw --adam_lr=0.005,0.02 --learning_rate=0.0025 --seed=101
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=adamw --adam_lr=0.02 --learning_rate=0.00125,0.005 --seed=101
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=adamw --adam_lr=0.04 --learning_rate=0.0025 --seed=101
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=adamw --adam_lr=0.02 --learning_rate=0.0025 --seed=1..8
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=adamuon --adam_lr=0.01 --learning_rate=0.0025,0.005,0.01 --seed=101
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=adamuon --adam_lr=0.005,0.02 --learning_rate=0.005 --seed=101
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=adamuon --adam_lr=0.01 --learning_rate=0.005 --seed=1..8
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=normuon --adam_lr=0.02 --learning_rate=0.0025,0.005,0.01 --seed=101
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=normuon --adam_lr=0.01,0.04 --learning_rate=0.005 --seed=101
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=normuon --adam_lr=0.02 --learning_rate=0.005 --seed=1..8
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon2 --adam_lr=0.02 --learning_rate=0.0025,0.005,0.01 --seed=101
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon2 --adam_lr=0.01,0.04 --learning_rate=0.005 --seed=101
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon2 --adam_lr=0.02 --learning_rate=0.005 --seed=1..8
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-nsr-post --gamma=10 --adam_lr=0.02 --learning_rate=0.0025,0.005,0.01 --seed=101
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-nsr-post --gamma=10 --adam_lr=0.01,0.04 --learning_rate=0.005 --seed=101
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-nsr-post --gamma=10 --adam_lr=0.02 --learning_rate=0.005 --seed=1..8
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-nsr --gamma=1000 --adam_lr=0.01 --learning_rate=0.0035,0.005,0.007 --seed=101
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-nsr --gamma=1000 --adam_lr=0.01 --learning_rate=0.01 --seed=101
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-nsr --gamma=1000 --adam_lr=0.005,0.02 --learning_rate=0.007 --seed=101
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-nsr --gamma=1000 --adam_lr=0.01 --learning_rate=0.007 --seed=1..8
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon --ns_steps=3 --adam_lr=0.02 --learning_rate=0.0035,0.005,0.007 --seed=101
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon --ns_steps=3 --adam_lr=0.02 --learning_rate=0.005 --seed=1..8
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-vs --ns_steps=3 --adam_lr=0.01 --learning_rate=0.005,0.007,0.01 --seed=101
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-vs --ns_steps=3 --adam_lr=0.01 --learning_rate=0.007 --seed=1..8
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon --ns_steps=4 --adam_lr=0.02 --learning_rate=0.0035,0.005,0.007 --seed=101
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon --ns_steps=4 --adam_lr=0.02 --learning_rate=0.005 --seed=1..8
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-vs --ns_steps=4 --adam_lr=0.01 --learning_rate=0.005,0.007,0.01 --seed=101
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-vs --ns_steps=4 --adam_lr=0.01 --learning_rate=0.0035 --seed=101
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-vs --ns_steps=4 --adam_lr=0.01 --learning_rate=0.005 --seed=1..8
