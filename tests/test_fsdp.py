@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
 from common import checkpoint, on_ranks, train, write_tiny
-from optim import VARIANTS, Muon
+from optim import VARIANTS, Muon, local
 from test_optim import parameters, set_gradients
 
 SHAPES = [(24, 16), (16, 16), (16, 16), (10, 24), (1, 5)]  # divided evenly, unevenly, and none for some ranks
@@ -67,6 +67,9 @@ def sharded_is_whole(rank, world, folder):
     for p in params[:4]:
         state = opt.state[p]["momentum"]
         assert state.placements == p.placements and state.to_local().shape == p.to_local().shape
+    divided = [t for p in params[::len(SHAPES)] for t in opt.state[p].values()]  # of (24, 16)
+    held = {t.data_ptr(): t.nbytes() for t in (local(t).untyped_storage() for t in divided)}  # one has several views
+    assert sum(held.values()) <= 1.05 / world * sum(t.numel() * t.element_size() for t in divided)
     if world == 4:
         grid = init_device_mesh("cpu", (2, 2))
         for mesh, placements in (mesh, [Shard(1)]), (mesh, [Replicate()]), (grid, [Replicate(), Shard(0)]):
