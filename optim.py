@@ -11,6 +11,7 @@ M momentum, Γ variance, O orthogonalised; η lr, λ weight decay, β momentum, 
 hat: bias-corrected; tilde: with Nesterov's lookahead. m is the number of outputs, n of inputs.
 """
 import functools
+import math
 import warnings
 from collections import namedtuple
 
@@ -86,16 +87,17 @@ def upcast(t):
     """t in the precision that rules compute in: fp32, or fp64 for fp64."""
     return t.to(torch.promote_types(t.dtype, torch.float32))
 
-def frobenius_norm(X):
-    """The norm of each matrix: (..., m, n) to (..., 1, 1)."""
-    return X.square().sum((-2, -1), keepdim=True).sqrt()
+def frobenius_norm(X, mesh=None):
+    """The norm of each matrix: (..., m, n) to (..., 1, 1); of all its rows, where ranks of a mesh share them."""
+    squares = X.square().sum((-2, -1), keepdim=True)
+    return (squares if mesh is None else sum_over(mesh, squares)).sqrt()
 
 # ---- The variants ----------------------------------------------------------------------------------------------------
 # proxy(G, S, h) -> (what Newton-Schulz gets, new state), and for some after(O, G, S, h) -> (O, new state)
 #
 # G, O and the buffers of S are (k, m, n), k matrices at once; S["step"] is t, (k, 1, 1), 1 at the first step. h has the
-# parameter group's options, numbers as tensors (), so that new values recompile nothing, and "norm", which takes the
-# Frobenius norm of each matrix: under FSDP2, where a rule sees some of the rows, over all ranks.
+# parameter group's options, numbers as tensors (), so that new values recompile nothing. Where it has a mesh, m is the
+# number of rows here, and what a rule takes over whole matrices it has to take over all ranks, as frobenius_norm does.
 
 def muon(G, S, h):
     """Muon (Jordan et al., 2024): its momentum is a sum, where that of the variance-adaptive rules is an average."""
@@ -152,7 +154,7 @@ def normuon_after(O, G, S, h):
     """NorMuon (Li et al., 2025): a second moment of each row of the result, whose Frobenius norm is then restored."""
     v = h["beta2"] * S["row_moment"] + (1 - h["beta2"]) * O.square().mean(-1, keepdim=True)
     P = O / (v.sqrt() + h["eps"])
-    return P * (h["norm"](O) / h["norm"](P).clamp_min(1e-30)), {"row_moment": v}
+    return P * (frobenius_norm(O, h["mesh"]) / frobenius_norm(P, h["mesh"]).clamp_min(1e-30)), {"row_moment": v}
 
 def muon2(G, S, h):
     """Muon² (Liu et al., 2026): a second moment of the gradient, not corrected for its start, before Newton-Schulz."""
@@ -188,7 +190,7 @@ def before_pass(proxy, h, G, S, skip, X):
     S["step"].add_(1 - skip)
     Y, S_new = proxy(upcast(G), {name: upcast(s) for name, s in S.items()}, h)
     store(S_new, S, skip)
-    X.copy_(Y if h["sharded"] else normalised(Y, h["ns_eps"]))
+    X.copy_(normalised(Y, h["ns_eps"]) if h["mesh"] is None else Y)
 
 def after_pass(after, h, G, S, skip, O, W):
     """Updates W, and S where the variant acts on O."""
@@ -198,7 +200,7 @@ def after_pass(after, h, G, S, skip, O, W):
         store(S_new, S, skip)
     scale = h["scale"]
     if h["adjust_lr_fn"] == "frobenius":
-        scale = scale / h["norm"](O).clamp_min(1e-30)
+        scale = scale / frobenius_norm(O, h["mesh"]).clamp_min(1e-30)
     W_new = upcast(W) * (1 - h["lr"] * h["weight_decay"]) - h["lr"] * scale * O        # line 14
     store({"W": W_new}, {"W": W}, skip)
 
@@ -224,9 +226,10 @@ def run(function, group, rule, h, G, *args):
 
 # ---- The optimizer ---------------------------------------------------------------------------------------------------
 
-# Parameters of a group that are alike. Each belongs to one rank, which keeps its state and updates it: shares[r] are
-# those of rank r, state the buffers of this rank's, (k, ..., m, n) each. mesh is None, or what they are sharded over.
-Bucket = namedtuple("Bucket", "group mesh shares state")
+# Parameters of a group that are alike. Each belongs to the share of one rank, and shares[rank] is this rank's. state has
+# the buffers kept here, (k, ..., m, n) each: of the share, or of all where matrices are sharded by rows: over mesh, else
+# None, of which rank r has rows[r] of each matrix.
+Bucket = namedtuple("Bucket", "group mesh rank shares rows state")
 
 class Muon(torch.optim.Optimizer):
     """Muon and its variants for the matrices inside a network, (m, n) or, as batches of matrices, (..., m, n). Not for
@@ -251,15 +254,15 @@ class Muon(torch.optim.Optimizer):
     def __init__(self, params, lr=1e-3, variant="muon-vs", momentum=0.95, weight_decay=0.1, gamma=10.0, beta2=0.95,
                  eps=1e-8, nesterov=True, ns_steps=5, ns_eps=1e-7, ns_dtype=torch.bfloat16, ns_coefficients=JORDAN,
                  adjust_lr_fn="original", state_dtype=None, compile=True):
-        options = {name: str(x).removeprefix("torch.") if isinstance(x, torch.dtype) else x  # which torch's functions for
-                   for name, x in locals().items() if name not in ("self", "params", "__class__")}  # checkpoints refuse
-        super().__init__(params, options)
+        super().__init__(params, {name: x for name, x in locals().items() if name not in ("self", "params", "__class__")})
 
     _plan = None  # the buckets, once they are made; an attribute of the class, as copies of an optimizer begin without
 
     def add_param_group(self, param_group):
         super().add_param_group(param_group)
         group = self.param_groups.pop()  # back when it is found to be right
+        for name in "ns_dtype", "state_dtype":  # as a name, for torch's functions for checkpoints
+            group[name] = str(group[name]).removeprefix("torch.")
         for name, choices in ("variant", VARIANTS), ("adjust_lr_fn", UPDATE_SCALES):
             if group[name] not in choices:
                 raise ValueError(f"{name} is {group[name]!r}, expected one of {', '.join(choices)}")
@@ -270,7 +273,7 @@ class Muon(torch.optim.Optimizer):
             if p.ndim < 2 or not p.numel() or not p.is_floating_point():
                 raise ValueError(f"found a parameter of shape {tuple(p.shape)} and {p.dtype}, expected floating-point "
                                  "matrices: give vectors, embeddings and the output head to torch.optim.AdamW")
-            mesh = getattr(p, "device_mesh", None)
+            mesh = mesh_of(p)
             if mesh is not None and (p.ndim, mesh.ndim, p.placements) != (2, 1, (Shard(0),)):
                 raise ValueError(f"found a DTensor of shape {tuple(p.shape)} with {p.placements} on {mesh}, "
                                  "expected a matrix with Shard(0) on a mesh of one dimension, as fully_shard makes it")
@@ -294,7 +297,7 @@ class Muon(torch.optim.Optimizer):
             self._plan, load = [], [0] * rank_and_world()[1]
             for group in self.param_groups:
                 for params in alike(group["params"], len(load)):
-                    mesh = getattr(params[0], "device_mesh", None)
+                    mesh = mesh_of(params[0])
                     rank, world = rank_and_world(mesh)
                     shares = [[] for _ in range(world)]
                     for p in params:
@@ -306,9 +309,8 @@ class Muon(torch.optim.Optimizer):
                     for name, buffer in state.items():
                         for p, row in zip(kept, buffer):
                             row.copy_(local(self.state[p].get(name, row)))  # or 0, where it has none
-                            self.state[p][name] = row if mesh is None or name == "step" else DTensor.from_local(
-                                row, mesh, [Shard(0)], shape=(p.size(0), row.size(1)), stride=(row.size(1), 1))
-                    self._plan.append(Bucket(group, mesh, shares, state))
+                            self.state[p][name] = row if name == "step" else as_rows_of(p, row)
+                    self._plan.append(Bucket(group, mesh, rank, shares, rows_of_ranks(params[0], world), state))
         return self._plan
 
     def state_dict(self):
@@ -424,7 +426,7 @@ def alike(params, world):
     a CPU of what fits a cache for each rank."""
     kinds = {}
     for p in params:
-        kinds.setdefault((p.shape, p.dtype, p.device, getattr(p, "device_mesh", None)), []).append(p)
+        kinds.setdefault((p.shape, p.dtype, p.device, mesh_of(p)), []).append(p)
     for same in sorted(kinds.values(), key=lambda same: -work(same[0])):
         p = same[0]
         most = world * max(1, 2**27 // (p.numel() * world)) if p.is_cuda else world * max(2, 2**20 // p.numel())
@@ -447,9 +449,8 @@ def zero_state(group, p, *k, device=None):
 
 def hyperparameters(group, p):
     """The options as rules get them: a number as a tensor (), on the CPU, where graphs for a GPU take it from too."""
-    mesh = getattr(p, "device_mesh", None)
-    options = group | {"params": None, "scale": UPDATE_SCALES[group["adjust_lr_fn"]](*p.shape[-2:]),
-                       "sharded": mesh is not None, "norm": frobenius_norm if mesh is None else norm_over(mesh)}
+    scale = UPDATE_SCALES[group["adjust_lr_fn"]](*p.shape[-2:])
+    options = group | {"params": None, "mesh": mesh_of(p), "scale": scale}
     dtype = torch.promote_types(p.dtype, torch.float32)
     return {name: torch.as_tensor(x, dtype=dtype, device="cpu") if type(x) in (int, float, Tensor) else x
             for name, x in options.items()}
@@ -460,37 +461,32 @@ def hyperparameters(group, p):
 
 def step_sharded(buckets, found_inf):
     """In three loops; what one sends for a bucket is on its way while it computes the next one."""
-    proxies, results = [], []
-    for bucket in buckets:
-        params, group = sum(bucket.shares, []), bucket.group
+    arguments, proxies, results = [], [], []
+    for group, mesh, rank, shares, rows, state in buckets:
+        params, counts = sum(shares, []), [len(share) for share in shares]
         h, (gradients, skip) = hyperparameters(group, params[0]), gradients_and_skip(params, found_inf)
-        G = torch.stack(gradients)
+        G = torch.stack(gradients)  # (all matrices, rows here, n)
         X = torch.empty_like(G, dtype=dtype_of(group, "ns_dtype"))
-        run(before_pass, group, VARIANTS[group["variant"]].proxy, h, G, bucket.state, skip, X)
-        to_owners = X.split([len(share) for share in bucket.shares])
-        rank, world = rank_and_world(bucket.mesh)
-        rows, k = rows_of_ranks(params[0], world), len(bucket.shares[rank])
-        coming = exchange(to_owners, [(k, m, X.size(2)) for m in rows], bucket.mesh)
-        proxies.append((bucket, params, h, G, skip, rows, [part.shape for part in to_owners], coming))
-    for bucket, params, h, G, skip, rows, shapes, (parts, handle) in proxies:
+        run(before_pass, group, VARIANTS[group["variant"]].proxy, h, G, state, skip, X)
+        arguments.append((h, G, state, skip))
+        proxies.append(exchange(X.split(counts), [(counts[rank], m, X.size(2)) for m in rows], mesh))
+    for (group, mesh, rank, shares, rows, _), (parts, handle) in zip(buckets, proxies):
         handle.wait()
-        Y = torch.cat(parts, 1)  # (this rank's matrices, m, n)
-        O = newton_schulz(Y, bucket.group["ns_steps"], bucket.group["ns_eps"], Y.dtype, bucket.group["ns_coefficients"])
-        results.append((bucket, params, h, G, skip, exchange(O.split(rows, 1), shapes, bucket.mesh)))
-    for bucket, params, h, G, skip, (parts, handle) in results:
+        X = torch.cat(parts, 1)  # (matrices of this rank's share, m, n)
+        O = newton_schulz(X, group["ns_steps"], group["ns_eps"], X.dtype, group["ns_coefficients"])
+        results.append(exchange(O.split(rows, 1), [(len(share), rows[rank], X.size(2)) for share in shares], mesh))
+    for bucket, passed, (parts, handle) in zip(buckets, arguments, results):
         handle.wait()
-        weights = [p.to_local() for p in params]
+        weights = [p.to_local() for p in sum(bucket.shares, [])]
         W = torch.stack(weights)
-        run(after_pass, bucket.group, VARIANTS[bucket.group["variant"]].after, h, G, bucket.state, skip,
-            torch.cat(parts), W)
+        run(after_pass, bucket.group, VARIANTS[bucket.group["variant"]].after, *passed, torch.cat(parts), W)
         torch._foreach_copy_(weights, list(W))
 
 def exchange(parts, shapes, mesh):
     """Begins to send parts[r] to rank r. Returns the tensors that come, of shapes[r] from rank r, and a handle."""
-    sizes = [torch.Size(shape).numel() for shape in shapes]
-    flat = torch.cat([part.flatten() for part in parts])
+    flat, sizes = torch.cat([part.flatten() for part in parts]), [math.prod(shape) for shape in shapes]
     into = flat.new_empty(sum(sizes))
-    counts = [[flat.element_size() * size for size in ns] for ns in (sizes, map(Tensor.numel, parts))]
+    counts = [[flat.element_size() * size for size in ns] for ns in (sizes, [part.numel() for part in parts])]
     handle = dist.all_to_all_single(into.view(torch.uint8), flat.view(torch.uint8), *counts, mesh.get_group(),
                                     async_op=True)  # bytes: gloo lacks bf16
     return [t.view(shape) for t, shape in zip(into.split(sizes), shapes)], handle
@@ -500,14 +496,13 @@ def rows_of_ranks(p, world):
     most = -(-p.size(0) // world)
     return [min(most, max(0, p.size(0) - r * most)) for r in range(world)]
 
-@functools.cache
-def norm_over(mesh):
-    @torch._dynamo.disable
-    def norm(X):
-        squares = X.square().sum((-2, -1), keepdim=True)
-        dist.all_reduce(squares, group=mesh.get_group())
-        return squares.sqrt()
-    return norm
+@torch._dynamo.disable
+def sum_over(mesh, t):
+    dist.all_reduce(t, group=mesh.get_group())
+    return t
+
+def mesh_of(p):
+    return getattr(p, "device_mesh", None)
 
 def local(t):
     return t.to_local() if isinstance(t, DTensor) else t
@@ -516,6 +511,12 @@ def whole_on_cpu(t):
     """A copy of t, which may be sharded, to rank 0, and None to the others; all ranks must call it."""
     t = t.full_tensor() if isinstance(t, DTensor) else t
     return t.to("cpu", copy=True) if rank_and_world()[0] == 0 else None
+
+def as_rows_of(p, t):
+    """t, which has this rank's rows of a matrix as high as p, as a DTensor if p is one."""
+    if mesh_of(p) is None:
+        return t
+    return DTensor.from_local(t, mesh_of(p), [Shard(0)], shape=(p.size(0), t.size(1)), stride=(t.size(1), 1))
 
 def sharded_like(t, p):
     """The whole tensor t as the DTensor that p is, without communication."""
