@@ -22,50 +22,49 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 # ---- Newton-Schulz ---------------------------------------------------------------------------------------------------
 
-JORDAN = (3.4445, -4.7750, 2.0315)  # steep at 0: singular values end around 1, not at it (Jordan, 2024)
+JORDAN = (3.4445, -4.7750, 2.0315)  # steep at 0: singular values end near 1, not at 1 (Jordan, 2024)
 
 @torch.no_grad()
-def newton_schulz(G: Tensor, steps: int = 5, eps: float = 1e-7, dtype: torch.dtype = torch.bfloat16,
-                  coefficients=JORDAN) -> Tensor:
-    """About the polar factor UVᵀ of G = USVᵀ.
+def newton_schulz(G, steps=5, eps=1e-7, dtype=torch.bfloat16, coefficients=JORDAN):
+    """Approximates the polar factor UVᵀ of G = USVᵀ.
 
     G: (..., m, n) of any float dtype; normalised in fp32 (fp64 for fp64). coefficients: (a, b, c), or one such triple
     for each step. Returns (..., m, n), computed in `dtype`."""
-    X = normalised(upcast(G), eps).to(dtype)
+    X = wide_with_unit_norm(upcast(G), eps).to(dtype)
     O = newton_schulz_gram(X.reshape(-1, *X.shape[-2:]).contiguous(), steps, coefficients).view(X.shape)
     return O.mT if G.size(-2) > G.size(-1) else O
 
-def normalised(X, eps):
-    """Of Frobenius norm 1, and transposed if it is tall."""
+def wide_with_unit_norm(X, eps):
+    """X divided by its Frobenius norm, and transposed if it is tall."""
     X = X / (frobenius_norm(X) + eps)
     return X.mT if X.size(-2) > X.size(-1) else X
 
-def newton_schulz_gram(X: Tensor, steps: int = 5, coefficients=JORDAN) -> Tensor:
-    """X: (k, m, n), normalised, m <= n; overwritten. Returns (k, m, n).
+def newton_schulz_gram(X, steps=5, coefficients=JORDAN):
+    """The same of X, (k, m, n), which has unit norm and m <= n and is overwritten. Returns (k, m, n).
 
-    A step is X <- ZX, where Z = aI + bR + cR² and R = XXᵀ. All of these are polynomials in R, so they commute, and the
-    R of the next step is ZRZ: products of (m, m) matrices, cheaper than XXᵀ where n is large. Rounding would build up
-    if every R came that way; every other one does: five steps are 2 + 1 + 2. With other coefficients than Jordan's
-    that costs precision, so there every step takes an R of its own."""
-    m, n = X.shape[-2:]
-    Y, todo = torch.empty_like(X), triples(steps, coefficients)
-    pair, jordan = False, tuple(coefficients) == JORDAN
-    number = 1 / m  # the mean of R's diagonal, as |X|_F = 1; later any number near 0.2, or 0.5 for others, works
+    A step is X <- ZX, where R = XXᵀ and Z = aI + bR + cR². Polynomials in R commute, so the R of the next step is ZRZ:
+    products of (m, m) matrices only, cheaper than XXᵀ if n is large. Rounding would build up, so every other R is
+    computed from X: five steps take 2 + 1 + 2. With coefficients other than Jordan's, every R is."""
+    Y, (m, n) = torch.empty_like(X), X.shape[-2:]
+    jordan, pair = tuple(coefficients) == JORDAN, False
+    given = [coefficients] if isinstance(coefficients[0], (int, float)) else [*coefficients]
+    todo = (given + given[-1:] * steps)[:steps]  # the last one serves all further steps
+    shift = 1 / m  # the mean of R's diagonal, as |X|_F = 1; later 0.2, or 0.5 for other coefficients, is near enough
     while todo:
-        R = Shifted(number, X @ X.mT)
-        R.rest.diagonal(dim1=-2, dim2=-1).sub_(number)
+        R = Shifted(shift, X @ X.mT)
+        R.rest.diagonal(dim1=-2, dim2=-1).sub_(shift)
         Z = polynomial(R, todo.pop(0))
-        pair = jordan and n >= 2 * m and len(todo) > 0 and not pair  # does this R serve two steps?
+        pair = jordan and n >= 2 * m and bool(todo) and not pair  # does this R serve two steps?
         if pair:
             next_R = product(product(R, Z), Z)
             Z = product(Z, polynomial(next_R, todo.pop(0)))  # of both steps
         torch.baddbmm(X, Z.rest, X, beta=Z.number, out=Y)  # ZX
         X, Y = Y, X
-        number = 0.2 if jordan else 0.5
+        shift = 0.2 if jordan else 0.5
     return X
 
-# The (m, m) matrices number·I + rest; rest is (k, m, m). bf16 keeps small numbers more exactly, and this way they are:
-# the error of five steps is 0.9 times the standard form's, and 4 times without it.
+# The matrices number·I + rest; rest is (k, m, m). bf16 stores the small rest more precisely than the sum: the error of
+# five steps is 0.9 times the standard form's, and 4 times without this.
 Shifted = namedtuple("Shifted", "number rest")
 
 def polynomial(R, triple):
@@ -74,14 +73,9 @@ def polynomial(R, triple):
     return Shifted(a + b * r + c * r**2, torch.baddbmm(E, E, E, beta=b + 2 * c * r, alpha=c))
 
 def product(A, B):
-    """AB, where the number of B is not 0."""
+    """AB; B.number must not be 0."""
     rest = torch.add(A.rest, B.rest, alpha=A.number / B.number)
     return Shifted(A.number * B.number, rest.baddbmm_(A.rest, B.rest, beta=B.number))
-
-def triples(steps, coefficients):
-    """(a, b, c) of each step; the last of several serves all further steps."""
-    given = [coefficients] if isinstance(coefficients[0], (int, float)) else list(coefficients)
-    return (given + given[-1:] * steps)[:steps]
 
 def upcast(t):
     """t in the precision that rules compute in: fp32, or fp64 for fp64."""
@@ -96,11 +90,11 @@ def frobenius_norm(X, mesh=None):
 # proxy(G, S, h) -> (what Newton-Schulz gets, new state), and for some after(O, G, S, h) -> (O, new state)
 #
 # G, O and the buffers of S are (k, m, n), k matrices at once; S["step"] is t, (k, 1, 1), 1 at the first step. h has the
-# parameter group's options, numbers as tensors (), so that new values recompile nothing. Where it has a mesh, m is the
-# number of rows here, and what a rule takes over whole matrices it has to take over all ranks, as frobenius_norm does.
+# parameter group's options, numbers as tensors (), so that a new value does not recompile. With an h["mesh"], the m rows
+# are those of this rank: what concerns whole matrices takes a sum over ranks, as frobenius_norm does.
 
 def muon(G, S, h):
-    """Muon (Jordan et al., 2024): its momentum is a sum, where that of the variance-adaptive rules is an average."""
+    """Muon (Jordan et al., 2024): its momentum is a sum; the variance-adaptive rules use an average."""
     beta = h["momentum"]
     M = beta * S["momentum"] + G
     M_tilde = G + beta * M if h["nesterov"] else M
@@ -157,14 +151,13 @@ def normuon_after(O, G, S, h):
     return P * (frobenius_norm(O, h["mesh"]) / frobenius_norm(P, h["mesh"]).clamp_min(1e-30)), {"row_moment": v}
 
 def muon2(G, S, h):
-    """Muon² (Liu et al., 2026): a second moment of the gradient, not corrected for its start, before Newton-Schulz."""
+    """Muon² (Liu et al., 2026): a second moment of the gradient, not bias-corrected, before Newton-Schulz."""
     M_tilde, S_new = muon(G, S, h)
     V = h["beta2"] * S["second_moment"] + (1 - h["beta2"]) * G**2
     return M_tilde / (V.sqrt() + h["eps"]), S_new | {"second_moment": V}
 
-# A rule above and a line here make a new variant: it is compiled, sharded, saved, and a choice of the train scripts.
-# Rules find a new hyperparameter in h once it is an argument of Muon; in the train scripts it is a global besides, that
-# build_optimizers passes on.
+# A new variant: a rule above and a line here. A new hyperparameter: an argument of Muon, which rules find in h; in the
+# train scripts it is a global too, which build_optimizers passes on.
 Variant = namedtuple("Variant", "proxy state after", defaults=[None])  # state: a buffer's name -> its shape
 VARIANTS = {
     "muon": Variant(muon, {"momentum": "mn"}),
@@ -183,18 +176,18 @@ UPDATE_SCALES = {  # s of an (m, n) matrix, by adjust_lr_fn
 }
 
 # ---- The passes before and behind Newton-Schulz ----------------------------------------------------------------------
-# Compiled, in place, of k matrices; those whose skip, (k, 1, 1), is 1 keep weights and state.
+# Compiled and in place, on k matrices; where skip, (k, 1, 1), is 1, weights and state stay.
 
 def before_pass(proxy, h, G, S, skip, X):
     """Updates S; writes the normalised proxy to X, transposed if it is tall."""
     S["step"].add_(1 - skip)
     Y, S_new = proxy(upcast(G), {name: upcast(s) for name, s in S.items()}, h)
     store(S_new, S, skip)
-    X.copy_(normalised(Y, h["ns_eps"]) if h["mesh"] is None else Y)
+    X.copy_(wide_with_unit_norm(Y, h["ns_eps"]) if h["mesh"] is None else Y)
 
 def after_pass(after, h, G, S, skip, O, W):
     """Updates W, and S where the variant acts on O."""
-    O = upcast(O.mT if O.shape != W.shape else O)
+    O = upcast(O.mT if O.shape != W.shape else O)  # it was transposed if it is tall
     if after is not None:
         O, S_new = after(O, upcast(G), {name: upcast(s) for name, s in S.items()}, h)
         store(S_new, S, skip)
@@ -210,11 +203,11 @@ def store(new, old, skip):
 
 @functools.cache
 def compiled(function, gpu):
-    """A GPU gets a graph for each shape, whose kernels are faster, a CPU one for all shapes."""
+    """On a GPU one graph per shape, whose kernels are faster; on a CPU one for all."""
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     return torch.compile(function, dynamic=not gpu)
 
-def run(function, group, rule, h, G, *args):
+def run_compiled(function, group, rule, h, G, *args):
     """function(rule, h, G, *args), compiled if the group says so and a compiler works."""
     if group["compile"]:
         try:
@@ -226,9 +219,8 @@ def run(function, group, rule, h, G, *args):
 
 # ---- The optimizer ---------------------------------------------------------------------------------------------------
 
-# Parameters of a group that are alike. Each belongs to the share of one rank, and shares[rank] is this rank's. state has
-# the buffers kept here, (k, ..., m, n) each: of the share, or of all where matrices are sharded by rows: over mesh, else
-# None, of which rank r has rows[r] of each matrix.
+# Parameters of a group that are alike. shares[r] are those that rank r orthogonalises; this one is rank. state: buffers
+# (k, ..., m, n) of this rank's share or, if a mesh shards the matrices by rows, of its rows of all; rank r has rows[r].
 Bucket = namedtuple("Bucket", "group mesh rank shares rows state")
 
 class Muon(torch.optim.Optimizer):
@@ -244,23 +236,24 @@ class Muon(torch.optim.Optimizer):
     compile: the passes around Newton-Schulz; they run eagerly, after one warning, where no compiler works.
     found_inf, an attribute: as GradScaler gives it to torch's fused AdamW; where this tensor () is 1, nothing changes.
 
-    With a process group each rank keeps the state of, and orthogonalises, its share of the parameters; all end step()
-    with the same bits. They need the same gradients, as under DistributedDataParallel. To save, call full_state_dict()
-    on all ranks; to go on, at any number of ranks, give what it returned on rank 0 to load_state_dict() on each.
-    Matrices may be DTensors sharded by rows, as fully_shard of FSDP2 makes them: so is their state, then.
+    With a process group each rank keeps the state of, and updates, its share of the parameters; then all have the same
+    bits. Gradients must be the same on all ranks, as under DistributedDataParallel. To save, call full_state_dict() on
+    all ranks; to resume, at any number of ranks, give what it returned on rank 0 to load_state_dict() on each.
+    Matrices may be DTensors sharded by rows, as FSDP2's fully_shard makes them; their state is then sharded too.
     Raises ValueError for an unknown variant or adjust_lr_fn, a negative number, what is no floating-point matrix, and
     any other DTensor."""
 
     def __init__(self, params, lr=1e-3, variant="muon-vs", momentum=0.95, weight_decay=0.1, gamma=10.0, beta2=0.95,
                  eps=1e-8, nesterov=True, ns_steps=5, ns_eps=1e-7, ns_dtype=torch.bfloat16, ns_coefficients=JORDAN,
                  adjust_lr_fn="original", state_dtype=None, compile=True):
-        super().__init__(params, {name: x for name, x in locals().items() if name not in ("self", "params", "__class__")})
+        defaults = {name: x for name, x in locals().items() if name not in ("self", "params", "__class__")}
+        super().__init__(params, defaults)
 
-    _plan = None  # the buckets, once they are made; an attribute of the class, as copies of an optimizer begin without
+    _plan = None  # the buckets, once made; an attribute of the class, so that copies of an optimizer begin without
 
     def add_param_group(self, param_group):
         super().add_param_group(param_group)
-        group = self.param_groups.pop()  # back when it is found to be right
+        group = self.param_groups.pop()  # added again once it is found right
         for name in "ns_dtype", "state_dtype":  # as a name, for torch's functions for checkpoints
             group[name] = str(group[name]).removeprefix("torch.")
         for name, choices in ("variant", VARIANTS), ("adjust_lr_fn", UPDATE_SCALES):
@@ -292,7 +285,7 @@ class Muon(torch.optim.Optimizer):
 
     def _buckets(self):
         """The buckets, made anew after a change of groups or of state. From then on they hold the state, and
-        self.state[p] has views of it. Gradients have no say, so that all ranks take part in the same exchanges."""
+        self.state[p] has views of it. They do not depend on gradients: all ranks take part in the same exchanges."""
         if self._plan is None:
             self._plan, load = [], [0] * rank_and_world()[1]
             for group in self.param_groups:
@@ -305,16 +298,17 @@ class Muon(torch.optim.Optimizer):
                         shares[r].append(p)
                         load[r] += work(p)
                     kept = shares[rank] if mesh is None else sum(shares, [])
+                    old = {p: self.state.pop(p, {}) for p in params}
                     state = zero_state(group, local(params[0]), len(kept))
                     for name, buffer in state.items():
                         for p, row in zip(kept, buffer):
-                            row.copy_(local(self.state[p].get(name, row)))  # or 0, where it has none
+                            row.copy_(local(old[p].get(name, row)))  # or 0, where it has none
                             self.state[p][name] = row if name == "step" else as_rows_of(p, row)
                     self._plan.append(Bucket(group, mesh, rank, shares, rows_of_ranks(params[0], world), state))
         return self._plan
 
     def state_dict(self):
-        """torch's. Of several ranks it has this rank's share alone, and says so: save full_state_dict() instead."""
+        """torch's. With several ranks it has, and says so, this rank's share alone: save full_state_dict() instead."""
         rank, world = rank_and_world()
         shared = world > 1 and any(bucket.mesh is None for bucket in self._plan or ())
         return super().state_dict() | ({"share": [rank, world]} if shared else {})
@@ -328,33 +322,33 @@ class Muon(torch.optim.Optimizer):
             for owner, share in enumerate(bucket.shares):
                 for p in share:
                     state = self.state.get(p) or zero_state(bucket.group, p)
-                    for buffer in state.values() if bucket.mesh is None and world > 1 else ():
-                        dist.broadcast(buffer, owner)
+                    if bucket.mesh is None and world > 1:
+                        for buffer in state.values():
+                            dist.broadcast(buffer, owner)
                     result["state"][index[p]] = {name: whole_on_cpu(buffer) for name, buffer in state.items()}
         return result if rank == 0 else {}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict):
         """Takes the hyperparameters, and this rank's share of a whole state that was saved at any number of ranks.
-        Raises ValueError for a state of another model or variant, or of another rank alone."""
+        Raises ValueError for a state of another model or variant, or another rank's share."""
         rank, world = rank_and_world()
         if state_dict.get("share", [rank, world]) != [rank, world]:
             raise ValueError("the state is one rank's share: save what full_state_dict() returns on rank 0")
-        groups, saved = [self.defaults | group for group in state_dict["param_groups"]], {}  # older ones lack options
+        groups, state = [self.defaults | group for group in state_dict["param_groups"]], {}  # older ones lack options
         for own, other in zip(self.param_groups, groups):
             for p, i in zip(own["params"], other["params"]):
-                saved[p] = state_dict["state"].get(i, {})
-                expected = {name: tuple(b.shape) for name, b in zero_state(own, p, device="meta").items()}
-                found = {name: tuple(b.shape) for name, b in saved[p].items()} or expected
-                if (other["variant"], found) != (own["variant"], expected):
+                state[p] = {name: t if name == "step" else sharded_like(t, p)
+                            for name, t in state_dict["state"].get(i, {}).items()}
+                found = {name: tuple(t.shape) for name, t in state[p].items()}
+                expected = {name: tuple(t.shape) for name, t in zero_state(own, p, device="meta").items()}
+                if other["variant"] != own["variant"] or found and found != expected:
                     raise ValueError(f"the state of {other['variant']} has {found}, that of {own['variant']} here "
                                      f"{expected}: it is of another model or variant")
         super().load_state_dict({"state": {}, "param_groups": groups})  # torch would cast buffers
+        self.state.update(state)
         self._plan = None
-        self._buckets()
-        for p, state in self.state.items():
-            for name, buffer in saved[p].items():
-                local(state[name]).copy_(buffer if name == "step" else local(sharded_like(buffer, p)))
+        self._buckets()  # copies what this rank keeps
 
 def rank_and_world(mesh=None):
     if mesh is not None:
@@ -366,53 +360,52 @@ def dtype_of(group, name):
 
 def step_shares(buckets, found_inf):
     """Each rank updates its share of the matrices; that of a bucket is on its way while the next one is computed."""
-    (rank, world), sent = rank_and_world(), []
+    sent = []
     for bucket in buckets:
-        if bucket.shares[rank]:
-            update(bucket, bucket.shares[rank], found_inf)
-        if world > 1:
-            sent.append((bucket.shares, *send(bucket.shares, rank)))
+        update(bucket, found_inf)
+        if len(bucket.shares) > 1:
+            sent.append(send(bucket))
         if len(sent) == 2:
             receive(*sent.pop(0))
     for exchange in sent:
         receive(*exchange)
 
-def update(bucket, params, found_inf):
+def update(bucket, found_inf):
     """Updates this rank's share of a bucket. Newton-Schulz takes all matrices at once, and so do the passes around
     it on a GPU, where launches cost. On a CPU, where copies cost, they take one at a time, in place."""
-    group, p, variant = bucket.group, params[0], VARIANTS[bucket.group["variant"]]
-    if all(q.grad is None for q in params):
+    group, variant, params = bucket.group, VARIANTS[bucket.group["variant"]], bucket.shares[bucket.rank]
+    if all(p.grad is None for p in params):
         return
+    p = params[0]
     h, (gradients, skip) = hyperparameters(group, p), gradients_and_skip(params, found_inf)
     k = len(params) if p.is_cuda else 1  # in a pass
     G, W = ([torch.stack(ts)] if k > 1 else [t[None] for t in ts] for ts in (gradients, params))
     S = [{name: buffer[i:i + k] for name, buffer in bucket.state.items()} for i in range(0, len(params), k)]
     X = p.new_empty(len(params), *p.shape[:-2], *sorted(p.shape[-2:]), dtype=dtype_of(group, "ns_dtype"))
     for args in zip(G, S, skip.split(k), X.split(k)):
-        run(before_pass, group, variant.proxy, h, *args)
+        run_compiled(before_pass, group, variant.proxy, h, *args)
     O = newton_schulz_gram(X.flatten(0, -3), group["ns_steps"], group["ns_coefficients"]).view(X.shape)
     for args in zip(G, S, skip.split(k), O.split(k), W):
-        run(after_pass, group, variant.after, h, *args)
+        run_compiled(after_pass, group, variant.after, h, *args)
     if k > 1:
         torch._foreach_copy_(params, list(W[0]))
 
 def gradients_and_skip(params, found_inf):
-    """What each parameter, or its rows here, has as its gradient, and 1 where nothing shall change, (k, 1, 1)."""
-    skip = torch.zeros(len(params), *[1] * params[0].ndim, device=params[0].device) + found_inf
-    for p, row in zip(params, skip):
-        if p.grad is None:
-            row.fill_(1)
-    return [local(torch.zeros_like(p) if p.grad is None else p.grad) for p in params], skip
+    """Of each parameter, or its rows here: the gradient, or 0; and 1 where nothing shall change, (k, 1, 1)."""
+    skip = torch.zeros([1] * params[0].ndim, device=params[0].device) + found_inf
+    skips = [torch.ones_like(skip) if p.grad is None else skip for p in params]
+    return [local(torch.zeros_like(p) if p.grad is None else p.grad) for p in params], torch.stack(skips)
 
-def send(shares, rank):
-    """Begins to send this rank's share of a bucket to all ranks. Returns what theirs will be in, and its handle."""
+def send(bucket):
+    """Begins to send this rank's share of a bucket to all ranks. Returns what receive() takes."""
+    shares, rank = bucket.shares, bucket.rank
     p, most = next(p for share in shares for p in share), max(map(len, shares))
     weights = p.new_empty(len(shares), most, *p.shape)  # all ranks send as much
     for q, slot in zip(shares[rank], weights[rank]):
         slot.copy_(q)
     everyone, own = (t.flatten().view(torch.uint8) for t in (weights, weights[rank]))  # bytes: gloo lacks bf16
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name until torch 2.12
-    return weights, gather(everyone, own, async_op=True)
+    return shares, weights, gather(everyone, own, async_op=True)
 
 def receive(shares, weights, handle):
     """Gives the parameters of a bucket their new weights, once these have come from all ranks."""
@@ -422,18 +415,18 @@ def receive(shares, weights, handle):
             torch._foreach_copy_(params, list(new[:len(params)]))
 
 def alike(params, world):
-    """Lists of parameters of one shape, dtype and device, the largest matrices first: of 2**27 numbers on a GPU, and on
-    a CPU of what fits a cache for each rank."""
+    """Lists of parameters of one shape, dtype and device, the largest matrices first. A list has, for each rank, 2**27
+    numbers on a GPU, and on a CPU what fits its cache."""
     kinds = {}
     for p in params:
         kinds.setdefault((p.shape, p.dtype, p.device, mesh_of(p)), []).append(p)
     for same in sorted(kinds.values(), key=lambda same: -work(same[0])):
-        p = same[0]
-        most = world * max(1, 2**27 // (p.numel() * world)) if p.is_cuda else world * max(2, 2**20 // p.numel())
+        least, budget = (1, 2**27 // world) if same[0].is_cuda else (2, 2**20)
+        most = world * max(least, budget // same[0].numel())
         yield from (same[i:i + most] for i in range(0, len(same), most))
 
 def work(p):
-    """Operations of Newton-Schulz, but for a factor."""
+    """Cost of Newton-Schulz, up to a factor."""
     m, n = sorted(p.shape[-2:])
     return p.numel() // n * m * (2 * n + m)
 
@@ -448,7 +441,7 @@ def zero_state(group, p, *k, device=None):
     return state
 
 def hyperparameters(group, p):
-    """The options as rules get them: a number as a tensor (), on the CPU, where graphs for a GPU take it from too."""
+    """Options for rules: numbers become tensors () on the CPU, which graphs for a GPU take too."""
     scale = UPDATE_SCALES[group["adjust_lr_fn"]](*p.shape[-2:])
     options = group | {"params": None, "mesh": mesh_of(p), "scale": scale}
     dtype = torch.promote_types(p.dtype, torch.float32)
@@ -467,7 +460,7 @@ def step_sharded(buckets, found_inf):
         h, (gradients, skip) = hyperparameters(group, params[0]), gradients_and_skip(params, found_inf)
         G = torch.stack(gradients)  # (all matrices, rows here, n)
         X = torch.empty_like(G, dtype=dtype_of(group, "ns_dtype"))
-        run(before_pass, group, VARIANTS[group["variant"]].proxy, h, G, state, skip, X)
+        run_compiled(before_pass, group, VARIANTS[group["variant"]].proxy, h, G, state, skip, X)
         arguments.append((h, G, state, skip))
         proxies.append(exchange(X.split(counts), [(counts[rank], m, X.size(2)) for m in rows], mesh))
     for (group, mesh, rank, shares, rows, _), (parts, handle) in zip(buckets, proxies):
@@ -479,7 +472,7 @@ def step_sharded(buckets, found_inf):
         handle.wait()
         weights = [p.to_local() for p in sum(bucket.shares, [])]
         W = torch.stack(weights)
-        run(after_pass, bucket.group, VARIANTS[bucket.group["variant"]].after, *passed, torch.cat(parts), W)
+        run_compiled(after_pass, bucket.group, VARIANTS[bucket.group["variant"]].after, *passed, torch.cat(parts), W)
         torch._foreach_copy_(weights, list(W))
 
 def exchange(parts, shapes, mesh):

@@ -216,7 +216,8 @@ def standard(X, steps=5, coefficients=JORDAN):
     """As published, with one rounding a line: in bf16 that is torch.optim.Muon's, the most exact of the usual ones."""
     flip = X.size(0) > X.size(1)
     X = X.T if flip else X
-    for a, b, c in optim.triples(steps, coefficients):
+    given = [coefficients] if coefficients == JORDAN else coefficients
+    for a, b, c in (given + given[-1:] * steps)[:steps]:
         A = X @ X.T
         X = torch.addmm(X, torch.addmm(A, A, A, beta=b, alpha=c), X, beta=a)
     return X.T if flip else X
