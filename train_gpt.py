@@ -657,11 +657,13 @@ def main(argv: list[str]) -> None:
     # the end
     if last:
         rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        memory = torch.cuda.max_memory_allocated() or rss
         state = sum(optim.local(t).nbytes for opt in optimizers for entry in opt.state.values() for t in entry.values())
+        most = torch.tensor([torch.cuda.max_memory_allocated() or rss, state], device=device)  # of any rank
+        if world > 1:
+            dist.all_reduce(most, dist.ReduceOp.MAX)
         log(f"final val_loss:{val_loss:.5f} val_ppl:{math.exp(min(val_loss, 700)):.4f} val_acc:{val_acc:.4f}"
-            f" train_time:{train_time:.3f}s peak_memory_mib:{memory / 2**20:.0f}"
-            f" optimizer_state_mib:{state / 2**20:.1f} compile_time:{compile_time:.1f}s")
+            f" train_time:{train_time:.3f}s peak_memory_mib:{most[0] / 2**20:.0f}"
+            f" optimizer_state_mib:{most[1] / 2**20:.1f} compile_time:{compile_time:.1f}s")
     else:
         log(f"stopped at update {step}; the same command with --resume=auto goes on")
     if world > 1 and device == "cuda":

@@ -1,12 +1,13 @@
 """tools/report.py: statistics against hand-computed cases and scipy, and what must never be averaged."""
 import json, math, re, tarfile
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
 from scipy import stats
 
-from common import train, write_tiny
+from common import on_ranks, write_tiny
 import report
 
 SOURCE = ('"""python train_gpt.py\nstep:9/9 val_loss:0.1\n"""\n'
@@ -40,13 +41,20 @@ def make(*argv):
         report.main(["logs", *argv])
     return [{row.get("", i): row for i, row in enumerate(rows)} for rows in tables]
 
+def uneven(module):
+    """Rank 1 says that it has much memory and state, rank 0 that it has none."""
+    size, usage = 2**20 * module.rank, SimpleNamespace(ru_maxrss=2**20 * module.rank)
+    module.resource = SimpleNamespace(RUSAGE_SELF=0, getrusage=lambda who: usage)
+    module.optim = SimpleNamespace(**vars(module.optim) | {"local": lambda t: SimpleNamespace(nbytes=size)})
+
 @pytest.mark.parametrize("title", ["gpt", "llama"])
 def test_reads_the_scripts_own_log(title, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_tiny()
-    train("a", script=f"train_{title}.py", seed=3, eval_interval=4)
+    on_ranks(2, name="a", script=f"train_{title}.py", seed=3, eval_interval=4, meddle=uneven)
     run = report.Run("logs/a.txt", open("logs/a.txt").read())
     assert (run.title, run.seed, run.problem, run.own["lr"]) == (title, "3", "", "0.01") and "gamma" in run.own
+    assert run.final["peak_memory_mib"] >= 1 and run.final["optimizer_state_mib"] >= 1
     assert run.unit == "nats per token" and report.Run("a", log(dataset="pysrc")).unit == "nats per byte"
     assert {"n_layer", "batch_size", "max_iters", "dtype"} <= run.shared.keys()
     assert list(run.points["val_loss"].dropna().index) == [0, 4, 8] and run.points["train_loss"].count() == 8
