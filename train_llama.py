@@ -622,7 +622,7 @@ def main(argv: list[str]) -> None:
         if rank == 0:
             print(f"val_loss:{val_loss:.5f} val_acc:{val_acc:.4f}")
         return
-    facts = (f"torch: {torch.__version__}\nhardware: {hardware()}\nworld_size: {world}\n"
+    facts = (f"torch: {torch.__version__}\nhardware: {hardware()}\nworld_size: {world}\nstarted: {time.ctime()}\n"
              f"parameters: {sum(p.numel() for p in model.parameters())}\n{parameter_table(model, optimizers)}\n")
     if world > 1 and not fsdp:
         parallel = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)

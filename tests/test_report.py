@@ -54,6 +54,7 @@ def test_reads_the_scripts_own_log(title, tmp_path, monkeypatch):
     on_ranks(2, name="a", script=f"train_{title}.py", seed=3, eval_interval=4, meddle=uneven)
     run = report.Run("logs/a.txt", open("logs/a.txt").read())
     assert (run.title, run.seed, run.problem, run.own["lr"]) == (title, "3", "", "0.01") and "gamma" in run.own
+    assert pd.Timestamp.now() - pd.Timestamp(run.facts["started"]) < pd.Timedelta(minutes=9)
     assert run.final["peak_memory_mib"] >= 1 and run.final["optimizer_state_mib"] >= 1
     assert run.unit == "nats per token" and report.Run("a", log(dataset="pysrc")).unit == "nats per byte"
     assert {"n_layer", "batch_size", "max_iters", "dtype"} <= run.shared.keys()
