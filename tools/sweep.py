@@ -4,17 +4,15 @@ Runs a grid of settings over a train script; the same command skips what is fini
     python tools/sweep.py train_gpt.py --optimizer=muon,muon-vs --learning_rate=0.005,0.01 --seed=1..4 --jobs=2
 
 Every --name=value goes to the script; lists a,b and ranges 1..4 are the axes. A run is named by what varies and by what
-NAMED lists, in the order given: gpt-muon-vs-lr0.005-seed1. What it prints stands in logs/RUN.out until it succeeds.
-Each of several jobs has its share of the cores and one GPU; as they share a machine, their clocks say nothing. On
-Ctrl-C, SIGTERM or SIGHUP runs save and stop.
+NAMED lists, in the order given: gpt-muon-vs-lr0.005-seed1. --repeat=2 only names it: the same settings and seed again.
+What it prints stands in logs/RUN.out until it succeeds. Each of several jobs has its share of the cores and one GPU; as
+they share a machine, their clocks say nothing. On Ctrl-C, SIGTERM or SIGHUP runs save and stop.
 """
 import argparse, itertools, os, re, signal, subprocess, sys, time
 from pathlib import Path
 
-from tqdm import tqdm
-
-NAMED = {"preset": "", "optimizer": "", "learning_rate": "lr", "adam_lr": "adam_lr", "weight_decay": "wd",
-         "gamma": "gamma", "ns_steps": "ns", "batch_size": "batch", "max_iters": "updates", "seed": "seed"}
+NAMED = dict(preset="", optimizer="", learning_rate="lr", adam_lr="adam_lr", weight_decay="wd", gamma="gamma",
+             ns_steps="ns", batch_size="batch", max_iters="updates", seed="seed", repeat="repeat")
 
 def parse(words: list[str], error) -> dict[str, list[str]]:
     """['--seed=1..3', '--optimizer=muon,adamw'] -> {'seed': ['1', '2', '3'], 'optimizer': ['muon', 'adamw']}"""
@@ -65,7 +63,8 @@ def start(script: Path, name: str, settings: dict[str, str], job: int, jobs: int
         if gpus := torch.cuda.device_count():
             visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
             environment["CUDA_VISIBLE_DEVICES"] = visible[job % gpus]
-    flags = [f"--{key}={x}" for key, x in settings.items()] + [f"--run_name={name}", "--resume=auto"]
+    flags = [f"--{key}={x}" for key, x in settings.items() if key != "repeat"]
+    flags += [f"--run_name={name}", "--resume=auto"]
     with open(f"logs/{name}.out", "w") as out:
         return subprocess.Popen([sys.executable, str(script), *flags], stdout=out, stderr=subprocess.STDOUT,
                                 env=environment, start_new_session=True)
@@ -82,32 +81,28 @@ def main(argv: list[str]) -> None:
     Path("logs").mkdir(exist_ok=True)
     todo = [name for name, settings in runs.items() if not finished(Path(f"logs/{name}.txt"), settings)]
 
-    signals, told, running, failed = [], 0, {}, []  # running: job -> name, process
+    signals, running, failed = [], {}, []  # running: job -> name, process
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets it
             signal.signal(number, lambda *_: signals.append(1))
-    bar = tqdm(total=len(runs), initial=len(runs) - len(todo), unit="run")
     while running or todo and not signals:
         for job in set(range(args.jobs)) - running.keys() if not signals else ():
             if todo:
                 name = todo.pop(0)
                 running[job] = name, start(args.script, name, runs[name], job, args.jobs)
-        if told < len(signals):
-            told = len(signals)
-            for _, process in running.values():
-                process.terminate()
+        for _, process in running.values() if signals else ():
+            process.terminate()  # to be told again does not matter to it
         time.sleep(0.1)
         for job, (name, process) in [item for item in running.items() if item[1][1].poll() is not None]:
             del running[job]
             out = Path(f"logs/{name}.out")
             if finished(Path(f"logs/{name}.txt"), runs[name]):
                 out.unlink()
-                bar.update()
+                print(f"finished: {name}; waiting: {len(todo)}", flush=True)
             elif not signals:
                 failed.append(name)
                 *_, last = ["no output", *out.read_text(errors="replace").strip().splitlines()]
-                bar.write(f"failed: {name}: {last} (see {out})", file=sys.stderr)
-    bar.close()
+                print(f"failed: {name}: {last} (see {out})", file=sys.stderr)
     if signals:
         sys.exit("stopped; the same command goes on")
     print(f"{len(runs)} runs: {len(runs) - len(failed)} finished, {len(failed)} failed", *failed, sep="\n  ")
