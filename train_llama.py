@@ -29,7 +29,7 @@ import optim
 preset = "demo"               # a key of PRESETS
 run_name = ""                 # names logs/RUN.txt and checkpoints/RUN/; default: PRESET-OPTIMIZER-seedSEED
 resume = ""                   # auto: go on from the newest good checkpoint of this run, if there is one; or from a path
-init_from = ""                # a checkpoint whose weights, and nothing else of it, the run begins with
+init_from = ""                # begin with the weights alone of this checkpoint
 eval_only = False             # print the validation loss of what --resume or --init_from names, and end
 # data
 dataset = "pysrc"             # data/DATASET, made by prepare.py
@@ -52,7 +52,7 @@ batch_size = 16               # sequences per update, over all ranks and micro-b
 micro_batch_size = 0          # sequences per forward pass of a rank; 0: batch_size / ranks
 max_iters = 600               # updates
 # optimizer
-optimizer = "muon-vs"         # adamw, or a key of optim.VARIANTS, with AdamW for what is no matrix inside a block
+optimizer = "muon-vs"         # adamw, or a key of optim.VARIANTS (AdamW for all but the matrices inside blocks)
 learning_rate = 0.01          # peak, for the matrices inside blocks
 adam_lr = 0.01                # peak, for embedding, head and gains
 weight_decay = 0.1            # not of gains
@@ -77,7 +77,7 @@ log_interval = 10             # updates
 eval_interval = 100           # updates
 checkpoint_interval = 500     # updates; the last one is always saved
 keep_checkpoints = 2          # newest ones; 0: all
-max_skips = 30                # updates in a row without a finite gradient, with which a run gives up
+max_skips = 30                # updates in a row without a finite gradient, after which a run gives up
 wandb = ""                    # project to log to; needs: pip install wandb
 # system
 seed = 1                      # of initialisation and data order
@@ -85,11 +85,11 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 dtype = "auto"                # float32, bfloat16 (autocast); auto: bfloat16 where the hardware is fast at it
 param_dtype = "float32"       # bfloat16: parameters and optimizer state are bf16 too
 compile = True                # torch.compile of blocks, loss and optimizer
-fsdp = False                  # ranks share out weights, gradients and state by rows (FSDP2), instead of DDP
+fsdp = False                  # shard weights, gradients and state by rows (FSDP2), instead of DDP
 
 LEAST = dict(n_layer=1, n_head=1, n_embd=1, block_size=1, batch_size=1, log_interval=1, eval_interval=1, max_skips=1,
              checkpoint_interval=1, keep_checkpoints=0, vocab_size=0, max_iters=0, warmup_iters=0, micro_batch_size=0,
-             learning_rate=0, adam_lr=0, weight_decay=0, grad_clip=0, gamma=0, seed=0)  # smallest values
+             learning_rate=0, adam_lr=0, weight_decay=0, grad_clip=0, gamma=0, seed=0)  # smallest legal values
 
 suite_a = dict(dataset="dclm", val_dataset="c4", n_layer=32, block_size=4096, batch_size=128, micro_batch_size=4,
                adam_beta1=0.8, adam_beta2=0.98, adam_eps=1e-15, ns_eps=1e-5, adjust_lr_fn="original", warmup_iters=0,
@@ -165,8 +165,7 @@ def configure(argv: list[str]) -> None:
         parser.error(f"argument --n_embd: found {n_embd}, expected a multiple of 2 x n_head = {2 * n_head}, for RoPE")
     micro_batch_size = micro_batch_size or max(1, batch_size // world)
     if batch_size % (micro_batch_size * world):
-        parser.error(f"argument --batch_size: found {batch_size}, no multiple of --micro_batch_size={micro_batch_size} "
-                     f"x {world} ranks")
+        parser.error(f"--batch_size={batch_size}: no multiple of --micro_batch_size={micro_batch_size} x {world} ranks")
 
 def boolean(text: str) -> bool:
     return ["false", "true"].index(text.lower()) == 1
@@ -175,7 +174,7 @@ def boolean(text: str) -> bool:
 
 class Shards:
     """The token shards of a split (.bin of llm.c and modded-nanogpt: 256 int32, then uint16), cut into windows of
-    block_size + 1 tokens, the rest of a shard left out. An epoch reads every window once, in an order of its own."""
+    block_size + 1 tokens; a shard's remainder is left out. An epoch reads every window once, in an order of its own."""
 
     def __init__(self, name: str, split: str):
         self.folder = folder = Path("data", name)
@@ -190,7 +189,7 @@ class Shards:
             if len(header) < 256 or header[:2] != [20240520, 1] or file.stat().st_size != 1024 + 2 * header[2]:
                 sys.exit(f"{file} is damaged or no token shard; run: python prepare.py verify {name}")
             self.tokens.append(np.memmap(file, np.uint16, "r", 1024) if header[2] else np.empty(0, np.uint16))
-        self.vocab, self.eot = header[3:5] if header[3] else (50257, 50256)  # where others leave 0, it is GPT-2's
+        self.vocab, self.eot = header[3:5] if header[3] else (50257, 50256)  # others leave 0 there: GPT-2's
         windows = [max(0, len(tokens) - 1) // block_size for tokens in self.tokens]
         self.starts = np.cumsum([0, *windows])  # the first window of each shard, and the number of all
         self.windows = int(self.starts[-1])
@@ -204,7 +203,7 @@ class Shards:
             shard = int(np.searchsorted(self.starts, window, "right")) - 1
             start = (window - int(self.starts[shard])) * block_size
             row[:] = self.tokens[shard][start:start + block_size + 1]
-        if rows.max() >= self.vocab:
+        if rows.max(initial=0) >= self.vocab:
             sys.exit(f"{self.folder} has the id {rows.max()}, beyond its tokenizer's {self.vocab}; prepare it again")
         tokens = torch.from_numpy(rows)
         if device == "cuda":
@@ -227,18 +226,14 @@ def rotate(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
     a, b = x_BHTK.chunk(2, -1)
     return torch.cat([a * cos_TK - b * sin_TK, b * cos_TK + a * sin_TK], -1).type_as(x_BHTK)
 
-def attend(q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor) -> Tensor:
-    """Causal attention."""
-    if q_BHTK.device.type == "cpu" and q_BHTK.size(2) <= len(FUTURE_TT):
-        return attend_on_cpu(q_BHTK, k_BHTK, v_BHTK)
-    return F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=True)
-
 FUTURE_TT = torch.full((512, 512), -math.inf, dtype=torch.bfloat16).triu(1)
 
-def attend_on_cpu(q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor) -> Tensor:
-    """The same as plain products, of 128 queries at a time with the keys up to the last of them: forward and backward
-    take half of the fused kernel's time on a CPU."""
+def attend(q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor) -> Tensor:
+    """Causal attention. On a CPU plain products, of 128 queries at a time with the keys up to the last of them, take
+    less time than the fused kernel, forward and backward."""
     q, k, v, T = q_BHTK, k_BHTK, v_BHTK, q_BHTK.size(2)
+    if q.device.type != "cpu" or T > len(FUTURE_TT):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     parts = []
     for i in range(0, T, 128):
         j = min(i + 128, T)
@@ -308,7 +303,7 @@ class Model(nn.Module):
         return self.head(self.norm(x_BTD)) if targets_BT is None else self.loss(x_BTD, targets_BT)
 
     def loss(self, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
-        """Compiled as one, so that logits in fp32 are never stored."""
+        """Compiled as one graph, so that fp32 logits are never stored."""
         return F.cross_entropy(self.head(self.norm(x_BTD)).flatten(0, 1).float(), targets_BT.flatten())
 
 # ---- Initialisation, optimizers, schedule ----------------------------------------------------------------------------
@@ -334,21 +329,10 @@ def build_optimizers(model: Model) -> list[torch.optim.Optimizer]:
         adam.append(dict(params=matrices, lr=learning_rate, weight_decay=weight_decay))
     else:
         optimizers.append(optim.Muon(
-            matrices,
-            lr=learning_rate,
-            variant=optimizer,
-            momentum=momentum,
-            weight_decay=weight_decay,
-            gamma=gamma,
-            beta2=beta2,
-            eps=muon_eps,
-            ns_steps=ns_steps,
-            ns_eps=ns_eps,
+            matrices, lr=learning_rate, variant=optimizer, momentum=momentum, weight_decay=weight_decay, gamma=gamma,
+            beta2=beta2, eps=muon_eps, ns_steps=ns_steps, ns_eps=ns_eps, adjust_lr_fn=adjust_lr_fn, compile=compile,
             ns_dtype=torch.bfloat16 if fast_bf16() else torch.float32,
-            adjust_lr_fn=adjust_lr_fn,
-            state_dtype=torch.bfloat16 if param_dtype == "bfloat16" else None,
-            compile=compile,
-        ))
+            state_dtype=torch.bfloat16 if param_dtype == "bfloat16" else None))
     return [*optimizers, torch.optim.AdamW(adam, betas=(adam_beta1, adam_beta2), eps=adam_eps, fused=True)]
 
 def parameter_table(model: Model, optimizers: list[torch.optim.Optimizer]) -> str:
@@ -361,13 +345,13 @@ def parameter_table(model: Model, optimizers: list[torch.optim.Optimizer]) -> st
     return "\n".join(f"{count:3} x {row}" for row, count in rows.items())
 
 def set_schedules(step: int, optimizers: list[torch.optim.Optimizer]) -> None:
-    """Sets what changes from update to update. Groups have lr and weight_decay, Muon's have momentum too."""
+    """Sets what changes per update. Groups have lr and weight_decay; Muon's have momentum too."""
     for opt in optimizers:
         for group in opt.param_groups:
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * lr_factor(step)
 
 def lr_factor(step: int) -> float:
-    """The part of their peaks that both learning rates have at update 0 to max_iters - 1."""
+    """Both learning rates as a fraction of their peaks, at updates 0 to max_iters - 1."""
     if step < warmup_iters:
         return (step + 1) / warmup_iters
     if schedule == "cosine":
@@ -385,7 +369,7 @@ def evaluate(model: Model, shards: Shards) -> tuple[float, float]:
     model.eval()
     total = min(max(1, val_tokens // block_size), shards.windows)
     mine, sums = range(rank, total, world), torch.zeros(2, dtype=torch.float64, device=device)
-    for i in range(0, -(-total // world), micro_batch_size):  # as often on all ranks, for FSDP
+    for i in range(0, -(-total // world), micro_batch_size):  # as many on all ranks, for FSDP
         x_BT, y_BT = shards.read(mine[i:i + micro_batch_size])
         with torch.autocast(device, torch.bfloat16, enabled=dtype == "bfloat16"):
             logits_NV = model(x_BT).flatten(0, 1)
@@ -398,7 +382,7 @@ def evaluate(model: Model, shards: Shards) -> tuple[float, float]:
     return tuple((sums / (total * block_size)).tolist())
 
 def flops_per_token(model: Model) -> int:
-    """Those of forward and backward (PaLM paper, appendix B): 6 a matrix parameter, 12 n_layer D T for attention."""
+    """Of forward and backward: 6 per matrix parameter, 12 n_layer D T for attention (PaLM, appendix B)."""
     matrices = sum(p.numel() for p in model.blocks.parameters() if p.ndim == 2) + model.head.weight.numel()
     return 6 * matrices + 12 * n_layer * n_embd * block_size
 
@@ -413,7 +397,7 @@ def hardware() -> str:
     return torch.cuda.get_device_name() if device == "cuda" else cpu
 
 def fast_bf16() -> bool:
-    """Are products faster in bf16: on Ampere or newer, and on CPUs with AMX or AMD's AVX512-BF16."""
+    """Whether products are faster in bf16: on Ampere or newer, and on CPUs with AMX or AMD's AVX512-BF16."""
     if device == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     cpu = torch.cpu.get_capabilities()
@@ -421,8 +405,10 @@ def fast_bf16() -> bool:
 
 # ---- Checkpoints -----------------------------------------------------------------------------------------------------
 
-def save(folder: Path, content: dict) -> None:
-    """Writes step_N.pt whole or not at all, then removes the oldest."""
+def save_checkpoint(folder: Path, content: dict) -> None:
+    """Writes step_N.pt whole or not at all, then removes the oldest; on rank 0 alone."""
+    if rank > 0:
+        return
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step_{content['step']:08d}.pt"
     temporary = path.with_suffix(".tmp")
@@ -440,11 +426,13 @@ def save(folder: Path, content: dict) -> None:
 def newest_first(folder: Path) -> list[Path]:
     return sorted(folder.glob("step_*.pt"), reverse=True)
 
-def find(folder: Path) -> Path | None:
-    """The checkpoint that --resume=PATH names, for --resume=auto the newest in `folder`, or else that of --init_from:
-    whole, with the checksums that torch.save wrote into it. None for a run that begins anew."""
+def find_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint of --resume=PATH, for --resume=auto the newest in `folder`, else that of --init_from: a whole one,
+    by the checksums that torch.save wrote into it. None if the run begins anew."""
     paths = newest_first(folder) if resume == "auto" else [Path(resume)] if resume else []
-    for path in paths or [Path(init_from)] * bool(init_from):
+    if init_from and not paths:
+        paths = [Path(init_from)]
+    for path in paths:
         try:
             problem = zipfile.ZipFile(path).testzip()
         except Exception as error:  # a damaged file may raise nearly any
@@ -452,16 +440,16 @@ def find(folder: Path) -> Path | None:
         if not problem:
             return path
         print(f"passing over {path}, which is damaged: {problem}", file=sys.stderr)
-    if paths or init_from:
+    if paths:
         sys.exit(f"cannot resume from {path}: {problem}; give another path, or begin with a new --run_name")
 
-def restore(path: Path, model: Model, optimizers: list[torch.optim.Optimizer]) -> dict:
+def load_checkpoint(path: Path, model: Model, optimizers: list[torch.optim.Optimizer]) -> dict:
     """Loads weights and, by the parameters' names, optimizer state. Returns where the run goes on."""
     saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     if different := saved["model"].keys() ^ model.state_dict().keys():
         sys.exit(f"{path} is of another model, as only one of both has {', '.join(sorted(different))}")
     model.load_state_dict({name: optim.sharded_like(saved["model"][name], p) for name, p in model.state_dict().items()})
-    if path == Path(init_from):
+    if path == Path(init_from):  # weights only
         return {}
     if saved["globals"]["optimizer"] != optimizer:
         sys.exit(f"{path} is of --optimizer={saved['globals']['optimizer']}; go on with it")
@@ -492,12 +480,12 @@ def named_parameters(model: Model, opt: torch.optim.Optimizer) -> list[tuple[str
 # ---- Main ------------------------------------------------------------------------------------------------------------
 
 def init_ranks() -> None:
-    """Takes this rank's GPU, or its share of the cores, sets dtype by what they are fast at, and joins the others."""
+    """Takes this rank's GPU or share of the cores, sets dtype by what it is fast at, and joins the other ranks."""
     global dtype
     if device == "cuda":
         torch.cuda.set_device(local_rank)
         torch.backends.cuda.matmul.allow_tf32 = True
-    elif sys.platform == "linux":  # glibc shall keep freed memory: to map it anew takes a tenth of an update
+    elif sys.platform == "linux":  # glibc shall keep freed memory: mapping it again takes a tenth of an update
         for option, value in (-4, 0), (-1, -1), (-2, 2**28):  # M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD
             ctypes.CDLL(None).mallopt(option, value)
     if dtype == "auto":
@@ -505,8 +493,8 @@ def init_ranks() -> None:
     if world > 1:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
-        store = next(dist.rendezvous("env://"))[0]  # torchrun's, which after a restart still has the keys of ranks that
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", ""), store)  # died (pytorch issue 135712)
+        store = next(dist.rendezvous("env://"))[0]  # torchrun's, with dead ranks' keys after a restart (pytorch 135712)
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", ""), store)
         dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=world)
 
 def build_model(vocab: int) -> Model:
@@ -517,7 +505,7 @@ def build_model(vocab: int) -> Model:
     for p in model.parameters():  # not RoPE's tables
         p.data = p.data.to(getattr(torch, param_dtype))
     if fsdp and world > 1:
-        shard(model)
+        apply_fsdp(model)
     model.to(device)
     if compile and device == "cpu" and not shutil.which(torch._inductor.config.cpp.cxx[-1]):
         print("runs uncompiled, so slower, as there is no C++ compiler", file=sys.stderr)
@@ -529,13 +517,13 @@ def build_model(vocab: int) -> Model:
         model.loss = torch.compile(model.loss, dynamic=False)
     return model
 
-def shard(model: Model) -> None:
-    """Leaves each rank its rows of every parameter. Those of a block are gathered while it computes, in bf16 under
-    autocast; of embedding and head as they are, so that the residual stream stays fp32."""
+def apply_fsdp(model: Model) -> None:
+    """Leaves each rank its rows of every parameter. A block's are gathered while it computes, in bf16 under autocast;
+    the others as they are, so that the residual stream stays fp32."""
     mesh = dist.init_device_mesh(device, (world,))
+    gathered = torch.bfloat16 if dtype == "bfloat16" else None
+    policy = MixedPrecisionPolicy(gathered, torch.float32, cast_forward_inputs=False)
     for block in model.blocks:
-        gathered = torch.bfloat16 if dtype == "bfloat16" else None
-        policy = MixedPrecisionPolicy(gathered, torch.float32, cast_forward_inputs=False)
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
 
@@ -560,9 +548,9 @@ def open_log(path: Path, facts: str, settings: dict):
             tracker.log(figures, step=int(figures.get("step", max_iters)))
     return log
 
-def update(step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer], shards: Shards, skip: bool = False):
-    """One update. Returns the loss of this rank's sequences, the norm of the whole gradient, and 1 if nothing changed,
-    as this norm is not finite or `skip` is true: tensors () on the device, so that nobody waits for a GPU."""
+def update(step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer], shards: Shards, dry_run=False):
+    """One update. Returns the loss of this rank's sequences, the norm of the whole gradient, and 1 if nothing changed
+    because this norm is not finite or it is a dry run: tensors () on the device, so that nobody waits for a GPU."""
     loss, accumulate = 0.0, batch_size // (micro_batch_size * world)
     for k in range(accumulate):
         first = (k * world + rank) * micro_batch_size
@@ -576,7 +564,7 @@ def update(step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer],
         loss += part.detach()
     norm = nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
     norm = norm.full_tensor() if fsdp and world > 1 else norm
-    skipped = (~norm.isfinite() | skip).float()
+    skipped = (~norm.isfinite() | dry_run).float()
     set_schedules(step, optimizers)
     for opt in optimizers:
         opt.found_inf = skipped  # where it is 1, Muon and the fused AdamW change nothing
@@ -585,7 +573,7 @@ def update(step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer],
     return loss, norm, skipped
 
 def on_signal(number: int, frame) -> None:
-    """At the next line of its log the run saves and stops; at a second Ctrl-C it ends at once. torchrun sends both."""
+    """The run saves and stops at its next log line; a second Ctrl-C ends it at once. torchrun sends both signals."""
     if number == signal.SIGINT and number in signals:
         raise KeyboardInterrupt
     signals.append(number)
@@ -603,7 +591,7 @@ def main(argv: list[str]) -> None:
     log_path, checkpoint_folder = Path("logs", f"{run}.txt"), Path("checkpoints", run)
     if log_path.exists() and not resume and not eval_only and rank == 0:
         sys.exit(f"{log_path} exists; give another --run_name, or go on with --resume=auto")
-    paths = [find(checkpoint_folder) if rank == 0 else None]
+    paths = [find_checkpoint(checkpoint_folder) if rank == 0 else None]
     if world > 1:
         dist.broadcast_object_list(paths)
     if eval_only and not paths[0]:
@@ -611,12 +599,12 @@ def main(argv: list[str]) -> None:
 
     # model and optimizers
     begin = time.perf_counter()
-    model = parallel = build_model(vocab)
+    model = build_model(vocab)
     optimizers = build_optimizers(model)
     settings = {name: globals()[name] for name in GLOBALS}
     start = dict(step=0, train_time=0.0, skipped=0, globals=settings)
     if paths[0]:
-        start |= restore(paths[0], model, optimizers)
+        start |= load_checkpoint(paths[0], model, optimizers)
     if eval_only:
         val_loss, val_acc = evaluate(model, val_shards)
         if rank == 0:
@@ -624,26 +612,27 @@ def main(argv: list[str]) -> None:
         return
     facts = (f"torch: {torch.__version__}\nhardware: {hardware()}\nworld_size: {world}\nstarted: {time.ctime()}\n"
              f"parameters: {sum(p.numel() for p in model.parameters())}\n{parameter_table(model, optimizers)}\n")
+    parallel = model
     if world > 1 and not fsdp:
         parallel = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
-    update(0, parallel, optimizers, train_shards, skip=True)  # compiles, outside the clock, and changes nothing
+    update(0, parallel, optimizers, train_shards, dry_run=True)  # compiles, outside the clock, and changes nothing
     compile_time = time.perf_counter() - begin
 
     # log
     log = open_log(log_path, facts, settings) if rank == 0 else lambda line: None
-    first, train_time = start["step"], start["train_time"]
+    first_step, train_time = start["step"], start["train_time"]
     if resume:
         old = start["globals"] | {"resume": resume}
         changed = ",".join(f"{name}={value}" for name, value in settings.items() if old.get(name) != value)
-        log(f"resumed:step:{first} world_size:{world} changed:{changed}")
+        log(f"resumed:step:{first_step} world_size:{world} changed:{changed}")
         for path in newest_first(checkpoint_folder) if rank == 0 else ():
-            if int(path.stem[5:]) > first:  # the run went back behind it
+            if int(path.stem[5:]) > first_step:  # the run went back to before it
                 path.rename(path.with_suffix(".abandoned"))
 
-    # training: updates, and pauses between them, in which the clock stands
+    # training: updates, and pauses between them, in which the clock stops
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
-    step, skipped, in_a_row = first, torch.tensor(float(start["skipped"]), device=device), 0
+    step, skipped, in_a_row = first_step, torch.tensor(float(start["skipped"]), device=device), 0
     while True:
         last = step >= max_iters
         validating = last or step % eval_interval == 0
@@ -653,7 +642,7 @@ def main(argv: list[str]) -> None:
         line += f" train_time:{train_time:.3f}s step_avg:{1000 * train_time / max(1, step):.2f}ms"
         line += f" val_acc:{val_acc:.4f}" * validating
         stop = False
-        if step > first:
+        if step > first_step:  # figures of the updates below
             figures = torch.stack([loss / world, torch.full_like(loss, bool(signals))])
             if world > 1:
                 dist.all_reduce(figures)
@@ -663,25 +652,21 @@ def main(argv: list[str]) -> None:
                      f" time_left:{(max_iters - step) * batch_size * block_size / tokens_per_s:.0f}s")
         log(line)
         if in_a_row >= max_skips or not math.isfinite(val_loss):
-            log(f"diverged: no finite loss or gradient at update {step}; go on from an earlier checkpoint with"
-                " --resume=PATH and a lower --learning_rate")
+            log(f"diverged: no finite loss or gradient at update {step}; try --resume=PATH and a lower --learning_rate")
             restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
             sys.exit(0 if restarts else 1)  # torchrun would replay it to the same end
-        if step > first and (saving or stop):
-            state = whole_state(model, optimizers)  # all ranks take part
-            if rank == 0:
-                save(checkpoint_folder, dict(
-                    state, step=step, train_time=train_time, skipped=skipped.item(), globals=settings,
-                    script=Path(__file__).name, vocab=train_shards.vocab, eot=train_shards.eot))
-            del state
+        if step > first_step and (saving or stop):
+            save_checkpoint(checkpoint_folder, dict(
+                whole_state(model, optimizers), step=step, train_time=train_time, skipped=skipped.item(),
+                globals=settings, script=Path(__file__).name, vocab=train_shards.vocab, eot=train_shards.eot))
         if last or stop:
             break
-        pause = min(max_iters, *(step - step % n + n for n in (log_interval, eval_interval, checkpoint_interval)))
-        tokens, clock = (pause - step) * batch_size * block_size, time.perf_counter()
-        while step < pause:
-            loss, norm, skip = update(step, parallel, optimizers, train_shards)
-            skipped += skip
-            in_a_row = (in_a_row + 1) * skip
+        next_pause = min(max_iters, *((step // n + 1) * n for n in (log_interval, eval_interval, checkpoint_interval)))
+        tokens, clock = (next_pause - step) * batch_size * block_size, time.perf_counter()
+        while step < next_pause:
+            loss, norm, was_skipped = update(step, parallel, optimizers, train_shards)
+            skipped += was_skipped
+            in_a_row = (in_a_row + 1) * was_skipped
             step += 1
         torch.get_device_module(device).synchronize()
         seconds = time.perf_counter() - clock
@@ -700,7 +685,7 @@ def main(argv: list[str]) -> None:
     else:
         log(f"stopped at update {step}; the same command with --resume=auto goes on")
     if world > 1 and device == "cuda":
-        dist.destroy_process_group()  # gloo's ends with the process: to destroy it may wait for ever for the GIL
+        dist.destroy_process_group()  # gloo's ends with the process: destroying it can wait for the GIL for ever
 
 if __name__ == "__main__":
     main(sys.argv[1:])

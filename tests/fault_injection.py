@@ -58,13 +58,13 @@ def slow_saving(module):
 
 def full_disk(module):
     """From update 10 on no file may grow beyond 300 kB: a checkpoint would, the log does not."""
-    save = module.save
+    save = module.save_checkpoint
     def fails(folder, content):
         if content["step"] == 10:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
         save(folder, content)
-    module.save = fails
+    module.save_checkpoint = fails
 
 def kills(count, duration, rng):
     """Two to five in each run, which then has to end."""
