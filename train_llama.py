@@ -1,4 +1,4 @@
-"""
+r"""
 Trains a Llama (RMSNorm, RoPE, SwiGLU, no biases) with Muon-VS, or with any optimizer that it is compared with: Suites A
 and B of the paper are presets. Sections that stand in train_gpt.py too are the same text.
 
@@ -28,7 +28,7 @@ import optim
 
 preset = "demo"               # a key of PRESETS
 run_name = ""                 # names logs/RUN.txt and checkpoints/RUN/; default: PRESET-OPTIMIZER-seedSEED
-resume = ""                   # auto: go on from the newest good checkpoint of this run, if there is one; or from a path
+resume = ""                   # auto: go on from the newest good checkpoint of this run, if any; or a checkpoint, or a folder of them
 init_from = ""                # begin with the weights alone of this checkpoint
 eval_only = False             # print the validation loss of what --resume or --init_from names, and end
 # data
@@ -141,21 +141,25 @@ signals = []  # SIGTERM and SIGINT that came
 
 def configure(argv: list[str]) -> None:
     """Sets the globals: preset, then preset/optimizer, then --name=value."""
-    global micro_batch_size
-    comments = dict(re.findall(r"^(\w+) = .*?# (.+)$", SOURCES[0], re.M))
-    parser = argparse.ArgumentParser(usage="%(prog)s [--name=value ...]", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    global micro_batch_size, resume
+    parser = argparse.ArgumentParser(usage="%(prog)s [--name=value ...]", add_help=False, allow_abbrev=False)
+    parser.add_argument("-h", "--help", action="store_true")
     for name in GLOBALS:
-        value, kind = globals()[name], type(globals()[name])
+        kind = type(globals()[name])
         parser.add_argument(f"--{name}", type=boolean if kind is bool else kind, choices=CHOICES.get(name),
-                            metavar=repr(value), default=argparse.SUPPRESS,
-                            help=comments.get(name, "").replace("%", "%%"))
+                            default=argparse.SUPPRESS)
     flags = vars(parser.parse_args(argv))
+    wants_help = flags.pop("help")
     name = flags.get("preset", preset)
     settings = PRESETS[name] | PRESETS.get(f"{name}/{flags.get('optimizer', optimizer)}", {})
     if "dataset" in flags:
         settings["val_dataset"] = ""  # a preset's own belongs to its dataset
     globals().update(settings | flags)
+    if wants_help:
+        comments = dict(re.findall(r"^(\w+) = .*?# (.+)$", SOURCES[0], re.M))
+        lines = (f"--{name}={globals()[name]!r}".ljust(34) + comments.get(name, "") for name in GLOBALS)
+        print(__doc__, *lines, f"presets: {', '.join(CHOICES['preset'])}", sep="\n")
+        sys.exit()
     for name, least in LEAST.items():
         if not least <= globals()[name] < math.inf:
             parser.error(f"argument --{name}: found {globals()[name]}, expected a number of at least {least}")
@@ -163,6 +167,8 @@ def configure(argv: list[str]) -> None:
         parser.error("argument --wandb needs a package; run: pip install wandb")
     if n_embd % (2 * n_head):
         parser.error(f"argument --n_embd: found {n_embd}, expected a multiple of 2 x n_head = {2 * n_head}, for RoPE")
+    if resume and Path(resume).is_dir():
+        resume = str(max(Path(resume).glob("step_*.pt"), default=resume))  # the newest
     micro_batch_size = micro_batch_size or max(1, batch_size // world)
     if batch_size % (micro_batch_size * world):
         parser.error(f"--batch_size={batch_size}: no multiple of --micro_batch_size={micro_batch_size} x {world} ranks")
@@ -181,7 +187,7 @@ class Shards:
         self.tokens = []  # of each shard, in a file that stays open
         files = sorted(folder.glob(f"*_{split}*.bin"))
         if not files:
-            sys.exit(f"{folder} has no {split} shards; run: python prepare.py {name} (for your own text see --help)")
+            sys.exit(f"{folder} has no {split} shards; how to make them: python prepare.py --help")
         for file in files:
             header = np.fromfile(file, np.int32, 256).tolist()
             if header[:1] == [20240801]:

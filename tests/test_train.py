@@ -317,6 +317,8 @@ def test_newest_is_the_highest_step_and_a_run_may_go_back():
     assert t.find_checkpoint(Path("checkpoints/run")).name == "step_00000004.pt"
     left = sorted(path.name[-11:] for path in Path("checkpoints/run").iterdir())
     assert left == ["00000002.pt", "00000004.pt", "4.abandoned", "6.abandoned", "8.abandoned"]
+    train("run", resume="checkpoints/run", max_iters=6)
+    assert "resumed:step:4" in Path("logs/run.txt").read_text()
 
 def mlp_first(module):
     class Block(module.Block):
@@ -415,7 +417,7 @@ MISTAKES = {
     "no number": ("--gamma=nan", "at least 0"),
     "a run without updates in a row": ("--max_skips=0", "at least 1"),
     "interval of 0": ("--eval_interval=0", "at least 1"),
-    "dataset not prepared": ("--dataset=nope", "python prepare.py nope"),
+    "dataset not prepared": ("--dataset=nope", "data/nope has no train shards"),
     "truncated shard": ("--dataset=tiny", "damaged or no token shard; run: python prepare.py verify tiny", cut),
     "shards for Llama 3": ("--dataset=odd", "ids of 32 bits", llama_3s),
     "an id beyond the vocabulary": ("--dataset=odd", "has the id 200, beyond its tokenizer's 200",
@@ -447,13 +449,14 @@ def test_a_mistake_from_a_shell_gets_one_line(mistake, capsys, monkeypatch):
     assert code not in (0, None) and expected in lines[-1] and len(lines) <= 2 and "\n" not in str(code)
     assert sorted(Path().rglob("*")) == before
 
-def test_help_lists_every_global(capsys):
+def test_help_lists_every_global_as_the_preset_has_it(capsys):
     t = fresh()
     t.SOURCES[0] = t.SOURCES[0].replace("# peak, for", "# 100% of the peak, for")
-    with pytest.raises(SystemExit, match="0"):
-        t.main(["--help"])
+    with pytest.raises(SystemExit):
+        t.main(["--help", "--preset=gpt2-small", "--seed=7"])
     told = capsys.readouterr().out
-    assert all(f"--{name} " in told for name in t.GLOBALS) and "100% of the peak" in told
+    assert all(f"--{name}=" in told for name in t.GLOBALS) and "100% of the peak" in told
+    assert "--n_layer=12 " in told and "--seed=7 " in told and "gpt2-medium" in told
 
 def test_presets_flags_and_their_order():
     presets = {"demo": {}, "big": dict(n_layer=9, val_dataset="c4"), "big/muon": dict(n_layer=8, gamma=3.0)}
