@@ -116,3 +116,20 @@ study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --o
 study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-vs --ns_steps=4 --adam_lr=0.01 --learning_rate=0.005,0.007,0.01 --seed=101
 study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-vs --ns_steps=4 --adam_lr=0.01 --learning_rate=0.0035 --seed=101
 study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-vs --ns_steps=4 --adam_lr=0.01 --learning_rate=0.005 --seed=1..8
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon --ns_steps=2 --adam_lr=0.02 --learning_rate=0.0035,0.005,0.007 --seed=101
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon --ns_steps=2 --adam_lr=0.02 --learning_rate=0.01 --seed=101
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon --ns_steps=2 --adam_lr=0.02 --learning_rate=0.014 --seed=101
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon --ns_steps=2 --adam_lr=0.02 --learning_rate=0.01 --seed=1..8
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-vs --ns_steps=2 --adam_lr=0.01 --learning_rate=0.005,0.007,0.01 --seed=101
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-vs --ns_steps=2 --adam_lr=0.01 --learning_rate=0.0035 --seed=101
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-vs --ns_steps=2 --adam_lr=0.01 --learning_rate=0.005 --seed=1..8
+study --batch_size=16 --max_iters=6400 --eval_interval=640 --warmup_iters=20 --optimizer=muon --adam_lr=0.01 --learning_rate=0.0018,0.0025,0.0035 --seed=101
+study --batch_size=16 --max_iters=6400 --eval_interval=640 --warmup_iters=20 --optimizer=muon --adam_lr=0.01 --learning_rate=0.00125 --seed=101
+study --batch_size=16 --max_iters=6400 --eval_interval=640 --warmup_iters=20 --optimizer=muon --adam_lr=0.005,0.02 --learning_rate=0.0018 --seed=101
+study --batch_size=16 --max_iters=6400 --eval_interval=640 --warmup_iters=20 --optimizer=muon --adam_lr=0.01 --learning_rate=0.0018 --seed=1..4
+study --batch_size=16 --max_iters=6400 --eval_interval=640 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.01 --learning_rate=0.0018,0.0025,0.0035 --seed=101
+study --batch_size=16 --max_iters=6400 --eval_interval=640 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.01 --learning_rate=0.00125 --seed=101
+study --batch_size=16 --max_iters=6400 --eval_interval=640 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.005,0.02 --learning_rate=0.0018 --seed=101
+study --batch_size=16 --max_iters=6400 --eval_interval=640 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.005 --learning_rate=0.00125,0.0025 --seed=101
+study --batch_size=16 --max_iters=6400 --eval_interval=640 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.0025 --learning_rate=0.0018 --seed=101
+study --batch_size=16 --max_iters=6400 --eval_interval=640 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.005 --learning_rate=0.0018 --seed=1..4
