@@ -335,10 +335,21 @@ def build_optimizers(model: Model) -> list[torch.optim.Optimizer]:
         adam.append(dict(params=matrices, lr=learning_rate, weight_decay=weight_decay))
     else:
         optimizers.append(optim.Muon(
-            matrices, lr=learning_rate, variant=optimizer, momentum=momentum, weight_decay=weight_decay, gamma=gamma,
-            beta2=beta2, eps=muon_eps, ns_steps=ns_steps, ns_eps=ns_eps, adjust_lr_fn=adjust_lr_fn, compile=compile,
+            matrices,
+            lr=learning_rate,
+            variant=optimizer,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            gamma=gamma,
+            beta2=beta2,
+            eps=muon_eps,
+            ns_steps=ns_steps,
+            ns_eps=ns_eps,
             ns_dtype=torch.bfloat16 if fast_bf16() else torch.float32,
-            state_dtype=torch.bfloat16 if param_dtype == "bfloat16" else None))
+            adjust_lr_fn=adjust_lr_fn,
+            state_dtype=torch.bfloat16 if param_dtype == "bfloat16" else None,
+            compile=compile,
+        ))
     return [*optimizers, torch.optim.AdamW(adam, betas=(adam_beta1, adam_beta2), eps=adam_eps, fused=True)]
 
 def parameter_table(model: Model, optimizers: list[torch.optim.Optimizer]) -> str:
