@@ -20,11 +20,10 @@ def parse(words: list[str], error) -> dict[str, list[str]]:
     for word in words:
         if not (match := re.fullmatch(r"--(\w+)=(.*)", word)) or match[1] in ("run_name", "resume"):
             error(f"found {word}, expected --name=value; --run_name and --resume are given by sweep.py")
-        values = []
+        axes[match[1]] = []
         for value in match[2].split(","):
             ends = re.fullmatch(r"(\d+)\.\.(\d+)", value)
-            values += map(str, range(int(ends[1]), int(ends[2]) + 1)) if ends else [value]
-        axes[match[1]] = values
+            axes[match[1]] += map(str, range(int(ends[1]), int(ends[2]) + 1)) if ends else [value]
     return axes
 
 def grid(script: Path, axes: dict[str, list[str]]) -> dict[str, dict[str, str]]:
@@ -38,9 +37,8 @@ def grid(script: Path, axes: dict[str, list[str]]) -> dict[str, dict[str, str]]:
 
 def finished(log: Path, settings: dict[str, str]) -> bool:
     """Has the log a final line? Ends the program if it is of other settings."""
-    if not log.exists():
-        return False
-    parts = re.split(r"^={100}\n", log.read_text(encoding="utf-8", errors="replace"), maxsplit=3, flags=re.M)
+    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    parts = re.split(r"^={100}\n", text, maxsplit=3, flags=re.M)
     head, body = parts[2:] if len(parts) == 4 else ("", "")  # the first two are sources
     for name, value in settings.items():
         found = re.search(rf"^--{name}=(.*)$", head, re.M)
@@ -49,10 +47,7 @@ def finished(log: Path, settings: dict[str, str]) -> bool:
     return re.search(r"^final ", body, re.M) is not None
 
 def plain(value: str):
-    try:
-        return float(value)
-    except ValueError:
-        return value.lower()
+    return float(value) if re.fullmatch(r"-?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", value) else value.lower()
 
 def start(script: Path, name: str, settings: dict[str, str], job: int, jobs: int) -> subprocess.Popen:
     """Starts a run, in a session of its own: Ctrl-C reaches it through us, once."""
@@ -60,14 +55,11 @@ def start(script: Path, name: str, settings: dict[str, str], job: int, jobs: int
     if jobs > 1:
         import torch  # to count GPUs
         environment.setdefault("OMP_NUM_THREADS", str(max(1, os.cpu_count() // jobs)))
-        if gpus := torch.cuda.device_count():
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
-            environment["CUDA_VISIBLE_DEVICES"] = visible[job % gpus]
+        environment["LOCAL_RANK"] = str(job % max(1, torch.cuda.device_count()))  # the GPU that the script takes
     flags = [f"--{key}={x}" for key, x in settings.items() if key != "repeat"]
-    flags += [f"--run_name={name}", "--resume=auto"]
     with open(f"logs/{name}.out", "w") as out:
-        return subprocess.Popen([sys.executable, str(script), *flags], stdout=out, stderr=subprocess.STDOUT,
-                                env=environment, start_new_session=True)
+        return subprocess.Popen([sys.executable, script, *flags, f"--run_name={name}", "--resume=auto"], stdout=out,
+                                stderr=subprocess.STDOUT, env=environment, start_new_session=True)
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -86,10 +78,9 @@ def main(argv: list[str]) -> None:
         if signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets it
             signal.signal(number, lambda *_: signals.append(1))
     while running or todo and not signals:
-        for job in set(range(args.jobs)) - running.keys() if not signals else ():
-            if todo:
-                name = todo.pop(0)
-                running[job] = name, start(args.script, name, runs[name], job, args.jobs)
+        while todo and not signals and len(running) < args.jobs:
+            name, job = todo.pop(0), min(set(range(args.jobs)) - running.keys())
+            running[job] = name, start(args.script, name, runs[name], job, args.jobs)
         for _, process in running.values() if signals else ():
             process.terminate()  # to be told again does not matter to it
         time.sleep(0.1)
