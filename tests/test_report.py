@@ -171,8 +171,10 @@ def test_no_two_lines_look_alike(monkeypatch):
 
 def test_zeroshot(logs):
     scores = {task: {f"{metric},none": 0.5 + 0.01 * i} for i, (task, metric) in enumerate(report.ZEROSHOT.items())}
-    for file, results in ("a.json", scores), ("b.json", {"piqa": scores["piqa"]}):
-        open(file, "w").write(json.dumps({"results": results}))
+    for file, results, shots in ("a.json", scores, 0), ("b.json", {"piqa": scores["piqa"]}, 0), ("c.json", scores, 5):
+        open(file, "w").write(json.dumps({"results": results, "n-shot": dict.fromkeys(results, shots)}))
     table = make("--zeroshot", "muon=a.json", "b.json")[-1]
     assert table["piqa (acc_norm)"]["b.json"] == "53.00"
     assert table["average"] == {"": "average", "muon": "54.50", "b.json": "–"}  # of all ten tasks or of none
+    with pytest.raises(SystemExit, match="c.json: n-shot of piqa is 5, of a file before it 0"):
+        report.main(["--zeroshot", "b.json", "c.json"])

@@ -304,10 +304,14 @@ def gains(family: list[Experiment], baseline: str, path: Path) -> list[str]:
 
 def zeroshot(specs: list[str]) -> str:
     """[NAME=]FILE of lm-eval-harness -> a row for each task, a column for each model."""
-    models = {}
+    models, seen = {}, {}
     for name, _, file in (spec.rpartition("=") for spec in specs):
         data = json.loads(Path(file).read_text(encoding="utf-8"))
         models.setdefault(name or Path(data.get("model_name", file)).name, {}).update(data["results"])
+        for key, task in itertools.product(["versions", "n-shot", "n-samples"], ZEROSHOT.keys() & data["results"]):
+            found = data.get(key, {}).get(task)
+            if found != (expected := seen.setdefault((key, task), found)):
+                sys.exit(f"{file}: {key} of {task} is {found}, of a file before it {expected}; compare like with like")
     scores = pd.DataFrame({name: {f"{task} ({metric})": 100 * results.get(task, {}).get(f"{metric},none", math.nan)
                                   for task, metric in ZEROSHOT.items()} for name, results in models.items()})
     scores.loc["average"] = scores.mean(skipna=False)
