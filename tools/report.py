@@ -1,16 +1,14 @@
 """
 Makes tables and figures from training logs; the last line is "wrote report/report.md".
 
-    python tools/report.py logs --out=report                              # every .txt below a folder
-    python tools/report.py records/small/logs.tar.xz --only=/gpt/         # those of an archive with /gpt/ in their path
+    python tools/report.py logs a.tar.xz --only=/gpt/ --tuned_on=101      # .txt in /gpt/; seed 101 only chose the rates
     python tools/report.py results/muonh results/adamh --baseline=adamh   # modded-nanogpt's: a row for each folder
-    python tools/report.py logs --tuned_on=101                            # seed 101 only chose the rates
     python tools/report.py --zeroshot muon=a.json muon-vs=b.json          # results of lm-eval-harness
 
 Runs that share model, data, budget, schedule and precision are an experiment; in it each optimizer, at each setting of
-what the script lists under "# optimizer", is a row; of more than ten rows, curves show each optimizer's best. Where no
-more than batch size and length differ, a map shows what each optimizer at its best gains over the baseline. Only whole
-runs are averaged; what is left out is named.
+what the script lists under "# optimizer" or another script lacks, is a row; of more than ten rows, curves show each
+optimizer's best. Where no more than batch size and length differ, a map shows what each optimizer at its best gains
+over the baseline. Only whole runs are averaged, and the first of the same settings and seed; what is left out is named.
 """
 import argparse, itertools, json, math, re, sys, tarfile
 from pathlib import Path
@@ -21,14 +19,15 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 SHARES = np.array([0.2, 0.4, 0.6, 0.8, 1.0])  # of the budget: where losses are shown, and the targets of speedups
-LOSSES = {"val_loss": "validation loss", "train_loss": "smoothed training loss"}
+ENDS = ["val_loss", "val_acc", "optimizer_state_mib", "peak_memory_mib"]
+CURVES = {"validation loss": "val_loss", "smoothed validation loss": "val_loss", "smoothed training loss": "train_loss",
+          "next-token accuracy": "val_acc"}
 RUN_SETTINGS = set("""  seed preset run_name resume micro_batch_size activation_checkpointing log_interval eval_interval
     checkpoint_interval keep_checkpoints sample_tokens wandb tensorboard device compile allow_change log_dir data_dir
     checkpoint_dir check_shards profile threads timeout_minutes max_skipped max_skips eval_only""".split())
-OWN = {"optimizer", "param_dtype", "stochastic_rounding", "resumed", "updates"}  # of a row, as what the script lists
+OWN = {"optimizer", "lr", "param_dtype", "stochastic_rounding", "resumed", "updates"}  # of a row, as what is listed
 MAPPED = ["batch_size", "max_iters", "warmup_iters"]  # in which the cells of a map differ
-SWEEPS = {"lr": "peak learning rate of the matrices", "adam_lr": "peak learning rate of AdamW's parameters",
-          "gamma": "variance coefficient γ"}
+SWEEPS = {"lr": "peak rate of the matrices", "adam_lr": "peak rate of AdamW's parameters", "gamma": "γ"}
 ZEROSHOT = {"arc_easy": "acc_norm", "hellaswag": "acc_norm", "lambada_openai": "acc", "piqa": "acc_norm", "race": "acc",
             "record": "f1", "sglue_rte": "acc", "truthfulqa_mc1": "acc", "truthfulqa_mc2": "acc", "winogrande": "acc"}
 
@@ -36,40 +35,35 @@ ZEROSHOT = {"arc_easy": "acc_norm", "hellaswag": "acc_norm", "lambada_openai": "
 
 class Run:
     """A log of train_gpt.py, train_llama.py or modded-nanogpt. points: a row for each logged update, with val_loss,
-    val_acc, train_loss, train_time (s); last: the last with val_loss. final: figures of the final line. shared, own:
-    the settings that make an experiment, and those that make a row of it. problem: why it does not count, if so."""
+    val_acc, train_loss, train_time (s); last: the last with val_loss. final: figures of the final line. config: the
+    settings that count; shared: those that make an experiment, not a row of it. problem: why it is left out, if so."""
 
     def __init__(self, name: str, text: str):
         self.name, self.final, self.problem = name, {}, ""
-        parts = re.split(r"^={100}\n", text, maxsplit=3, flags=re.M)
+        parts = re.split(r"^={100}\n", text.replace("learning_rate=", "lr="), maxsplit=3, flags=re.M)
         self.ours = len(parts) == 4 and "\n--optimizer=" in parts[2]
         self.source = parts[0] + parts[1] * self.ours if len(parts) > 1 else ""
-        if self.ours:
-            self.settings = dict(re.findall(r"^--(\w+)=(.*?)(?:\.0)?$", parts[2], re.M))
-            self.facts = dict(re.findall(r"^(\w+): (.*)$", parts[2], re.M))
-            self.settings["dtype"] = self.facts.get("dtype_used", self.settings["dtype"]).split()[0]  # what auto was
-        else:
-            self.settings = {"optimizer": Path(name).absolute().parent.name}
-            self.facts = dict(re.findall(r"(device_name|world_size)=(.+?)(?: with|$)", "".join(parts[1:]), re.M))
+        head = parts[2] if self.ours else f"--optimizer={Path(name).absolute().parent.name}"
+        self.settings = dict(re.findall(r"^--(\w+)=(.*?)(?:\.0)?$", head, re.M))
+        self.facts = dict(re.findall(r"^(\w+): (.*)$", head, re.M))
+        self.settings |= {"dtype": x.split()[0] for key, x in self.facts.items() if key == "dtype_used"}  # not auto
         self.title = re.search(r"python train_(gpt|llama)\.py|$", self.source)[1] or "runs"  # its own first command
         self.unit = "nats per byte" if self.settings.get("dataset") == "pysrc" else "nats per token"
         self.read(parts[3] if self.ours else "".join(parts[1:] or parts))
         self.seed = self.settings.get("seed", name)
         listed = re.search(r"^# optimizer\n(.*?)^# |\Z", self.source, re.M | re.S)[1] or ""
         own = OWN.union(re.findall(r"^(\w+) = ", listed, re.M))
-        self.own = {key.replace("learning_rate", "lr"): x for key, x in self.settings.items() if key in own}
-        self.shared = {key: x for key, x in self.settings.items() if x and key not in own | RUN_SETTINGS}
+        self.shared = {key: x for key, x in self.settings.items() if key not in own | RUN_SETTINGS}
+        self.config = {key: x for key, x in self.settings.items() if x and key not in RUN_SETTINGS}
 
     def read(self, body: str) -> None:
         points, step = {}, 0
-        *lines, torn = body.split("\n")
-        for line in lines + [torn] * torn.endswith("ms"):  # whole, but for its newline
+        for line in re.findall(r"(.+)(?:\n|(?<=ms)\Z)", body):  # none that is torn
             if line.startswith("resumed:step:"):
                 step, self.final, self.problem = int(re.match(r"resumed:step:(\d+)", line)[1]), {}, ""
                 points = {k: point for k, point in points.items() if k <= step}
-                changed = re.findall(r"(\w+)=(.*?)(?:\.0)?(?=,|$)", line.partition(" changed:")[2])
-                changed = {key: x for key, x in changed if key not in RUN_SETTINGS}
-                self.settings |= changed | {"resumed": str(step)} if changed else {}
+                changed = dict(re.findall(r"(\w+)=(.*?)(?:\.0)?(?=,|$)", line.partition(" changed:")[2]))
+                self.settings |= changed | {"resumed": str(step)} if changed.keys() - RUN_SETTINGS else {}
             elif self.final:
                 continue  # the sample is any text
             elif line.startswith("diverged:") or re.search(" val_loss:(nan|inf)", line):
@@ -80,15 +74,13 @@ class Run:
                 step = int(match[1])
                 points.setdefault(step, {}).update(figures(line))
         self.points = pd.DataFrame.from_dict(points, "index", columns="val_loss val_acc train_loss train_time".split())
-        evaluated = self.points.dropna(subset="val_loss")
-        self.last = evaluated.tail(1).squeeze()
-        if evaluated.empty or self.ours and not self.final:
+        self.last = self.points.dropna(subset="val_loss").tail(1).squeeze()
+        if self.last.empty or self.ours and not self.final:
             self.problem = self.problem or f"cut or unfinished after update {step}"
         elif not self.ours:  # those of track 3 may stop before their schedule ends: each length is a row
-            self.settings["updates"] = str(evaluated.index[-1])
+            self.settings["updates"] = str(self.last.name)
 
-def figures(line: str) -> dict[str, float]:
-    """The numbers of a line; times in seconds."""
+def figures(line: str) -> dict[str, float]:  # times in seconds
     found = re.findall(r"(\w+):(-?\d[\d.]*(?:e[-+]?\d+)?)(ms|s|)(?= |$)", line)
     return {name: float(x) / (1000 if unit == "ms" else 1) for name, x, unit in found}
 
@@ -103,32 +95,40 @@ def texts(paths: list[str]):
             for file in path.rglob("*.txt") if path.is_dir() else [path]:
                 yield str(file), file.read_text(encoding="utf-8", errors="replace")
 
-def read_logs(paths: list[str], only: str = "", by_code: bool = False) -> tuple[list[Run], list[str]]:
-    """The whole runs, by name, and a note on each log that is none or repeats one."""
-    runs, notes, codes = {}, [], {}
-    for name, text in sorted({name: text for name, text in texts(paths) if re.search(only, name)}.items()):
-        run = Run(name, text)
-        run.own |= {"code": str(codes.setdefault(run.source, len(codes) + 1))} if by_code or not run.ours else {}
-        same = str([sorted(run.own.items()), sorted(run.shared.items()), run.seed]) if run.ours else text
-        if not run.problem and (first := runs.setdefault(same, run)) is not run:
-            run.problem = f"ends at {run.last['val_loss']:.5f} and repeats {first.name}, {first.last['val_loss']:.5f}"
-        notes += [f"{name}: {run.problem}; left out"] * bool(run.problem)
-    return [*runs.values()], notes
+def read_logs(paths: list[str], only: str = "", by_code: bool = False) -> tuple[list[Run], list[dict], list[str]]:
+    """The whole runs; rows of a table of those that repeat one of these; a note on each log that is left out."""
+    found = pd.Series({name: text for name, text in sorted(texts(paths)) if re.search(only, name)}, dtype=object)
+    notes = [f"{name}: a copy of another; left out" for name in found.index[found.duplicated()]]
+    runs, repeats, codes = {}, [], {}
+    logs = [Run(name, text) for name, text in found.drop_duplicates().items()]
+    for run in sorted(logs, key=lambda run: pd.Timestamp(run.facts.get("started", 0))):  # where alike, by name
+        if by_code or not run.ours:
+            codes.setdefault(run.source, []).append(run.name)
+            run.config["code"] = str(list(codes).index(run.source) + 1)
+        same = str([sorted(run.config.items()), run.seed])
+        if run.problem:
+            notes.append(f"{run.name}: {run.problem}; left out")
+        elif (first := runs.setdefault(same, run)) is not run:
+            a, b = first.last["val_loss"], run.last["val_loss"]
+            repeats.append({"": f"{first.name}, {run.name}", "first": a, "second": b, r"\|Δ\|": number(abs(a - b))})
+    notes += [f"code={i}: {len(x)} logs, as {x[0]}" for i, x in enumerate(codes.values(), 1) if len(codes) > 1]
+    return sorted(runs.values(), key=lambda run: run.name), repeats, notes
 
 # ---- Experiments and their rows --------------------------------------------------------------------------------------
 
 class Row:
-    """An optimizer at one setting. `runs`: seed -> run; `final`: seed -> its final validation loss."""
+    """An optimizer at one setting. `runs`: seed -> run; `end`: seed -> figures; `final`: -> validation loss."""
 
     def __init__(self, runs: list[Run]):
-        self.config, self.optimizer, self.unit = runs[0].own, runs[0].own["optimizer"], runs[0].unit
+        self.config, self.optimizer, self.unit = runs[0].config, runs[0].config["optimizer"], runs[0].unit
         self.runs = {run.seed: run for run in runs}
-        self.final = pd.Series({run.seed: run.last["val_loss"] for run in runs})
+        self.end = pd.DataFrame([run.final | run.last.to_dict() for run in runs], [*self.runs], ENDS)
+        self.final = self.end["val_loss"]
 
-    def curve(self, column: str, clock: bool = False) -> tuple[pd.DataFrame, pd.DataFrame]:
-        """Updates (or seconds) and losses, (updates, seeds) each, at the updates that all seeds have."""
-        y = pd.concat({s: run.points[column].dropna() for s, run in self.runs.items()}, axis=1, join="inner")
-        if column == "train_loss" and len(y):
+    def curve(self, name: str, clock: bool = False) -> tuple[pd.DataFrame, pd.DataFrame]:
+        """Updates (or seconds) and one of CURVES, (updates, seeds) each, at the updates that all seeds have."""
+        y = pd.concat({s: run.points[CURVES[name]].dropna() for s, run in self.runs.items()}, axis=1, join="inner")
+        if name.startswith("smoothed") and len(y):
             half_life = pd.Timedelta(seconds=0.05 * y.index[-1])  # of an exponential mean; a second is an update
             y = y.ewm(halflife=half_life, times=pd.to_datetime(y.index, unit="s")).mean()
         x = {s: run.points["train_time"][y.index] if clock else y.index for s, run in self.runs.items()}
@@ -148,9 +148,9 @@ class Experiment:
     def __init__(self, number: int, runs: list[Run], baseline: str, tuned_on: str):
         self.title = runs[0].title + f"-{number}" * (number > 1)
         self.runs, self.best, self.tried, self.notes = runs, {}, {}, []
-        self.batch, self.updates, context = (int(runs[0].shared.get(key, 0)) for key in [*MAPPED[:2], "block_size"])
-        self.tokens = float(f"{self.batch * self.updates * context / 1e6:.3g}")  # millions
-        rows = [Row(peers) for peers in group(runs, lambda run: (run.seed == tuned_on, sorted(run.own.items())))]
+        self.batch, self.updates, _, self.context = (int(runs[0].config.get(key, 0)) for key in [*MAPPED, "block_size"])
+        self.tokens = float(f"{self.batch * self.updates * self.context / 1e6:.3g}")  # millions
+        rows = [Row(peers) for peers in group(runs, lambda run: (run.seed == tuned_on, sorted(run.config.items())))]
         self.tuning = [row for row in rows if tuned_on in row.runs]
         self.rows = [row for row in rows if tuned_on not in row.runs]
         for peers in group(rows, lambda row: row.optimizer):
@@ -168,17 +168,18 @@ class Experiment:
                 self.tried.setdefault(key, []).extend(line)
                 self.notes += [chosen + f"is at an end of its values of {key}"] * (best in line[:1] + line[-1:])
         self.base = next((row for row in self.rows if row.label == baseline), self.best.get(baseline))
-        if self.rows and not self.base:
-            self.notes.append(f"no row of the baseline {baseline}; choose another --baseline")
+        self.notes += [f"no row of the baseline {baseline}; choose another"] * bool(self.rows and not self.base)
 
 def experiments(runs: list[Run], baseline: str, tuned_on: str) -> list[list[Experiment]]:
     """Those that differ in nothing but MAPPED together, by batch size and updates; most runs first."""
-    runs = sorted(runs, key=lambda run: ([float(run.shared.get(key, 0)) for key in MAPPED], run.own["optimizer"],
-                                         [float(run.own.get(key, 0)) for key in ("lr", "adam_lr", "gamma", "updates")]))
-    families = group(runs, lambda run: sorted(item for item in run.shared.items() if item[0] not in MAPPED))
-    numbers = itertools.count(1)
+    common, numbers = {}, itertools.count(1)  # title -> settings of all its logs, so not what a fork has added
+    for run in runs:
+        common[run.title] = common.get(run.title, set(run.shared) - set(MAPPED)) & run.shared.keys()
+    runs = sorted(runs, key=lambda run: ([float(run.config.get(key, 0)) for key in MAPPED], run.config["optimizer"],
+                                         [float(run.config.get(key, 0)) for key in [*SWEEPS, "updates"]]))
+    families = group(runs, lambda run: [run.title, *(run.shared[key] for key in sorted(common[run.title]))])
     return [[Experiment(next(numbers), same, baseline, tuned_on)
-             for same in group(family, lambda run: sorted(run.shared.items()))]
+             for same in group(family, lambda run: [run.shared.get(key) for key in MAPPED])]
             for family in sorted(families, key=len, reverse=True)]
 
 def describe(runs: list[Run]) -> str:
@@ -187,7 +188,7 @@ def describe(runs: list[Run]) -> str:
     names = "param_dtype parameters params device hardware device_name world_size torch".split()
     lines = [f"- {name}: {' and '.join(sorted(set(facts[name].dropna())))}" for name in names if name in facts]
     shared = [f"{key}={x}" for key, x in runs[0].shared.items() if x and all(run.shared.get(key) == x for run in runs)]
-    return "\n".join(["- " + (" ".join(shared) or "settings: those of the logs' sources"), *lines, ""])
+    return "\n".join(["", "- " + (" ".join(shared) or "settings: those of the logs' sources"), *lines, ""])
 
 # ---- Statistics and tables -------------------------------------------------------------------------------------------
 
@@ -216,61 +217,61 @@ def paired(base: pd.Series, row: pd.Series) -> tuple[int, tuple[float, float], f
     gain = (base - row).dropna()
     return len(gain), interval(gain), stats.ttest_1samp(gain, 0).pvalue if len(gain) > 1 else math.nan
 
-def update_ms(run: Run) -> float:
-    """Mean milliseconds of the 200 updates after the first 10, as in the paper; nan if there are not so many."""
-    time = run.points["train_time"].dropna()
-    return 5 * np.diff(np.interp([10, 210], time.index, time, right=math.nan))[0]
+def update_ms(row: Row) -> pd.Series:
+    """Of each seed the mean milliseconds of the 200 updates after the first 10, as in the paper; nan if fewer."""
+    times = {s: run.points["train_time"].dropna() for s, run in row.runs.items()}
+    return pd.Series({s: 5 * np.interp([10, 210], x.index, x, right=math.nan) @ [-1, 1] for s, x in times.items()})
 
 def number(x, digits: int = 4, sign: str = "") -> str:
-    """A number, or mean and half-width; – for nan."""
-    mean, half = x if isinstance(x, tuple) else (x, math.nan)
+    """A number, or mean and half-width, given or of a list; – for nan."""
+    mean, half = x if isinstance(x, tuple) else interval(x)
     return (f"{mean:{sign}.{digits}f}" if math.isfinite(mean) else "–") + f" ± {half:.{digits}f}" * math.isfinite(half)
 
 def markdown(caption: str, rows: list[dict[str, str]]) -> str:
     lines = [rows[0], ["---"] + ["---:"] * (len(rows[0]) - 1), *(row.values() for row in rows)]
     return f"{caption}\n\n" + "".join("| " + " | ".join(map(str, line)) + " |\n" for line in lines)
 
-def tables(rows: list[Row], base: Row | None, columns: list[str], clock: bool) -> list[str]:
-    losses, pairs, costs, others = [], [], [], [row for row in rows if base and row is not base]
-    for row in rows:
-        name, (_, loss) = {"": row.label}, row.curve("val_loss")
+def tables(e: Experiment, names: list[str], clock: bool) -> list[str]:
+    losses, pairs, costs, base = [], [], [], e.base
+    for row in e.rows:
+        label, (_, loss) = {"": row.label}, row.curve("validation loss")
         at = np.transpose([np.interp(SHARES * loss.index[-1], loss.index, loss[seed]) for seed in loss])
-        losses.append(name | {"seeds": len(row.final)} | {f"{s:.0%}": number(interval(x)) for s, x in zip(SHARES, at)})
-        losses[-1] |= {"PPL": number(np.exp(row.final.mean()), 3),
-                       "accuracy": number(interval([run.last["val_acc"] for run in row.runs.values()]))}
-        if row in others:
+        losses.append(label | {"seeds": len(row.final)} | {f"{s:.0%}": number(x) for s, x in zip(SHARES, at)})
+        losses[-1] |= {"PPL": number(np.exp(row.final.mean()), 3), "accuracy": number(row.end["val_acc"])}
+        if base and row is not base:
             n, difference, p = paired(base.final, row.final)
-            pairs.append(name | {"Δ": number(base.final.mean() - row.final.mean(), sign="+"), "common seeds": n,
+            pairs.append(label | {"Δ": number(base.final.mean() - row.final.mean(), sign="+"), "common seeds": n,
                                  "paired Δ": number(difference, sign="+"), "p": f"{p:.2g}" if n > 1 else "–"})
-        costs.append(name | {key: number(np.mean([run.final.get(key, math.nan) for run in row.runs.values()]), 1)
-                             for key in ("optimizer_state_mib", "peak_memory_mib")})
+        costs.append(label | {key: number(row.end[key].mean(), 1) for key in ENDS[2:]})
         if clock:
-            costs[-1]["ms an update, 11 to 210"] = number(interval([update_ms(run) for run in row.runs.values()]), 2)
+            ms = update_ms(row)
+            excess = 100 * (ms / update_ms(base) - 1).dropna() if base else []
+            costs[-1] |= {"ms an update, 11 to 210": number(ms, 2), "excess time (%)": number(excess, 1, "+"),
+                          "thousand tokens/s": number((e.batch * e.context or math.nan) / ms, 1)}
     out = [markdown("Validation loss at shares of the updates, mean ± half-width of the 95 % Student-t interval over "
                     "seeds; perplexity, exp of the last mean, and next-token accuracy at the end.", losses)]
     if pairs:
-        out.append(markdown(f"Δ: final loss of {base.label} less the row's, positive is better; paired over the common "
-                            "seeds, with the two-sided p of a t-test, not corrected for the number of rows.", pairs))
-        out += [speedups(others, base, column, axis) for column in columns for axis in [False, True][:1 + clock]]
-    return out + [markdown("Cost, of the rank that writes the log.", costs)]
+        out.append(markdown(f"Δ: final loss of {base.label} less the row's; p: two-sided t-test, uncorrected.", pairs))
+        out += [speedups(e, name, axis) for name in names if "loss" in name for axis in [False, True][:1 + clock]]
+    return out + [markdown("Cost; memory and state of the rank that has most.", costs)]
 
 def rates(rows: list[Row]) -> str:
     losses = {(without(row, "lr"), float(row.config["lr"])): number(row.final.mean()) for row in rows}
     losses = pd.Series(losses).unstack(fill_value="–").reset_index(names="")
     return markdown(f"Final loss at seed {min(rows[0].runs)}, which chose the rates.", losses.to_dict("records"))
 
-def speedups(rows: list[Row], base: Row, column: str, clock: bool) -> str:
+def speedups(e: Experiment, name: str, clock: bool) -> str:
     """How many times sooner the rows are at the losses that the baseline has at SHARES of its updates."""
-    base_x, base_loss = (part.assign(mean=part.mean(axis=1)) for part in base.curve(column, clock))
+    base_x, base_loss = (part.assign(mean=part.mean(axis=1)) for part in e.base.curve(name, clock))
     targets, lines = {s: np.interp(SHARES * loss.index[-1], loss.index, loss) for s, loss in base_loss.items()}, []
-    for row in rows:
-        x, loss = (part.assign(mean=part.mean(axis=1)) for part in row.curve(column, clock))
+    for row in [row for row in e.rows if row is not e.base]:
+        x, loss = (part.assign(mean=part.mean(axis=1)) for part in row.curve(name, clock))
         times = [[reach(base_x[s], base_loss[s], target) / reach(x[s], loss[s], target) for target in targets[s]]
                  for s in loss if s in targets]  # of each seed, then of the mean curves
         lines.append({"": row.label} | {
-            f"{share:.0%}: {target:.4f}": number(mean, 2) + f" ({number(interval(seeds), 2)})" * (len(seeds) > 1)
+            f"{share:.0%}: {target:.4f}": number(mean, 2) + f" ({number(seeds, 2)})" * (len(seeds) > 1)
             for share, target, (*seeds, mean) in zip(SHARES, targets["mean"], np.transpose(times))})
-    return markdown(f"Speedup over {base.label} in {'training time' if clock else 'updates'}, to its {LOSSES[column]} "
+    return markdown(f"Speedup over {e.base.label} in {'training time' if clock else 'updates'}, to its {name} "
                     "at shares of its updates: of mean curves (seed by seed). –: not reached (by one at least).", lines)
 
 def gains(family: list[Experiment], baseline: str, path: Path) -> list[str]:
@@ -286,9 +287,9 @@ def gains(family: list[Experiment], baseline: str, path: Path) -> list[str]:
         shares = [100 * saved([*upto], seed[::2], seed[1::2]) for seed in losses]
         n, gain, _ = paired(e.base.final, row.final)
         table.append({"section": e.title, "batch": e.batch, "updates": e.updates, "tokens (M)": e.tokens,
-                      "baseline": e.base.label, "its loss": number(interval(e.base.final)), "optimizer": row.label,
-                      "loss": number(interval(row.final)), "gain": number(gain, sign="+"), "seeds": n,
-                      "updates saved (%)": number(interval(shares), 1, "+")})
+                      "baseline": e.base.label, "its loss": number(e.base.final), "optimizer": row.label,
+                      "loss": number(row.final), "gain": number(gain, sign="+"), "seeds": n,
+                      "updates saved (%)": number(shares, 1, "+")})
         lines = panels.setdefault(row.optimizer, {baseline: []} | {f"batch {x.batch}": [] for x, _ in pairs})
         lines[baseline].append((e.tokens, 0, 0))
         lines[f"batch {e.batch}"].append((e.tokens, *gain))
@@ -299,7 +300,7 @@ def gains(family: list[Experiment], baseline: str, path: Path) -> list[str]:
     caption = ("Gain: the baseline's final loss less the optimizer's, each at its best, paired by seed, with the 95 % "
                "Student-t interval. Updates saved: how much shorter its run could be to end at the baseline's loss "
                "(if below 0, the baseline's to end at its), by seed, linear in log(length); –: below the shortest run.")
-    report = [f"## {family[0].title}: the map\n", describe(sum((e.runs for e in family), [])), markdown(caption, table)]
+    report = [f"## {family[0].title}: the map", describe(sum((e.runs for e in family), [])), markdown(caption, table)]
     return report + (plot(path, panels, len(panels), "o") if panels else [])
 
 def zeroshot(specs: list[str]) -> str:
@@ -336,18 +337,17 @@ def plot(path: Path, panels: list[tuple[dict, dict]], columns: int, marker: str 
     fig.savefig(path, dpi=90)
     return [f"![{path.stem}]({path.name})\n"]
 
-def curves(path: Path, rows: list[Row], columns: list[str], clock: bool) -> list[str]:
-    """Losses over updates and, below, time, without the first fifth of the updates; bands are 95 % intervals."""
+def curves(path: Path, rows: list[Row], names: list[str], clock: bool) -> list[str]:
+    """These of CURVES over updates and, below, time, but for the first fifth; bands are 95 % intervals."""
     panels = []
-    for over_time, column in itertools.product([False, True][:1 + clock], columns):
+    for over_time, name in itertools.product([False, True][:1 + clock], names):
         lines = {}
         for row in rows:
-            x, loss = (part[part.index >= 0.2 * part.index[-1]] for part in row.curve(column, over_time))
-            points = zip(x.mean(axis=1), map(interval, loss.to_numpy()))
-            lines[f"{row.label} (n={len(row.runs)})"] = [(at, *y) for at, y in points]
-        xlabel = "training time (s)" if over_time else "updates"
-        panels.append((dict(xlabel=xlabel, ylabel=f"{LOSSES[column]} ({rows[0].unit})"), lines))
-    return plot(path, panels, len(columns))
+            x, loss = (part[part.index >= 0.2 * part.index[-1]] for part in row.curve(name, over_time))
+            lines[f"{row.label} (n={len(row.runs)})"] = [(t, *interval(y)) for t, y in zip(x.mean(axis=1), loss.values)]
+        ylabel = name + f" ({rows[0].unit})" * ("loss" in name)
+        panels.append((dict(xlabel="training time (s)" if over_time else "updates", ylabel=ylabel), lines))
+    return plot(path, panels, len(names))
 
 def sweep(path: Path, rows: list[Row], key: str) -> list[str]:
     """Final loss over a hyperparameter, a line for each optimizer that has several values; nothing if none has."""
@@ -373,30 +373,31 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--baseline", default="muon", help="an optimizer, or the name of a row")
     parser.add_argument("--tuned_on", default="", metavar="SEED", help="a seed that only chooses each optimizer's row")
     parser.add_argument("--clock", action="store_true", help="show times: each run had the same machine to itself")
+    parser.add_argument("--smooth", action="store_true", help="smooth validation loss in curves and speedups")
     parser.add_argument("--by_code", action="store_true", help="a row for each version of the code that made the logs")
     parser.add_argument("--zeroshot", nargs="+", default=[], metavar="[NAME=]JSON", help="results of lm-eval-harness")
     args = parser.parse_args(argv)
-    runs, notes = read_logs(args.logs, args.only, args.by_code)
+    runs, repeats, notes = read_logs(args.logs, args.only, args.by_code)
     if not runs and not args.zeroshot:
         parser.error("no whole run among these logs. " + "; ".join(notes))
-    out, report = Path(args.out), []
+    out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     families = experiments(runs, args.baseline, args.tuned_on)
-    for family in families:
-        report += gains(family, args.baseline, out / f"{family[0].title}-map.png")
+    report = sum((gains(family, args.baseline, out / f"{family[0].title}-map.png") for family in families), [])
     for e in sum(families, []):
         notes += [f"{e.title}: {text}" for text in e.notes]
-        cell = f": batch {e.batch}, {e.updates} updates" * (e.updates > 0)
-        report += [f"## {e.title}{cell}\n", describe(e.runs)]
+        report += [f"## {e.title}" + f": batch {e.batch}, {e.updates} updates" * (e.updates > 0), describe(e.runs)]
         report += [rates(e.tuning)] if e.tuning else []
         if e.rows:
-            columns = ["val_loss"] + ["train_loss"] * all(len(row.curve("train_loss")[1]) for row in e.rows)
-            report += tables(e.rows, e.base, columns, args.clock)
+            hidden = "validation loss" if args.smooth else "smoothed validation loss"
+            names = [name for name in CURVES if name != hidden and all(len(row.curve(name)[1]) for row in e.rows)]
+            report += tables(e, names, args.clock)
             drawn = e.rows if len(e.rows) <= 10 else [*e.best.values()]
-            report += curves(out / f"{e.title}-curves.png", drawn, columns, args.clock)
+            report += curves(out / f"{e.title}-curves.png", drawn, names, args.clock)
         for key in SWEEPS:
             report += sweep(out / f"{e.title}-sweep-{key}.png", e.tried.get(key) or e.rows, key)
     report += [zeroshot(args.zeroshot)] if args.zeroshot else []
+    report += [markdown("Final loss of runs of the same settings and seed.", repeats)] if repeats else []
     report += ["## Notes\n", *(f"- {text}" for text in notes)] if notes else []
     (out / "report.md").write_text("\n".join(report) + "\n", encoding="utf-8")
     print(*notes, f"wrote {out / 'report.md'}", sep="\n")
