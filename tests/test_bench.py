@@ -30,13 +30,37 @@ def test_ratios_are_taken_within_a_round():
     assert lines[3][1:] == ["2000.0 [1000.0, 4000.0]", "0.50", "1.000 [1.000, 1.000]"]
 
 def test_optimizers_of_two_versions(monkeypatch, capsys):
-    monkeypatch.setitem(bench_optim.SHAPES, "demo", bench_optim.matrices(1, 16))
+    monkeypatch.setattr(bench_optim, "matrices", lambda preset: [(48, 16), (16, 16)])
     flags = f"--device=cpu --repeats=2 --variants muon-vs --beside={ROOT}/optim.py"
     monkeypatch.setattr(sys, "argv", ["bench_optim.py", *flags.split()])
     bench_optim.main()
     table = capsys.readouterr().out
     for name in "torch.optim.Muon", "muon-vs", "muon-vs, before":
         assert re.search(rf"^{name} +\d", table, re.M), table
+
+def test_presets_of_both_scripts():
+    """The shapes are those of the paper's configuration, and each preset is timed with its own script."""
+    D, F = 1536, 6144
+    assert bench_optim.matrices("suite-a-1.2b") == 32 * [*4 * [(D, D)], (F, D), (F, D), (D, F)]
+    assert bench_optim.matrices("gpt2-small") == 12 * [(2304, 768), (768, 768), (3072, 768), (768, 3072)]
+    for flags, ranks, file in ("--preset=suite-b-210m", 8, "train_llama.py"), ("--n_layer=1", 1, "train_gpt.py"):
+        row = bench_train.ours(ROOT, flags, ranks)
+        assert (str(ROOT / file) in row, flags in row, "--nproc_per_node=8" in row) == (True, True, ranks == 8), row
+
+COUNTING = '''
+import signal, time
+signals, n = [], 0
+signal.signal(signal.SIGTERM, lambda *_: signals.append(1))
+while not signals or n < 60:
+    print(f"iter {n}: loss 5.5, time 250.00ms, mfu 1.00%", flush=True)
+    n, _ = n + 1, time.sleep(0.01)
+open("signals", "w").write(str(len(signals)))
+'''
+
+def test_a_process_gets_one_signal(tmp_path):
+    """A second one would part torchrun from its ranks, which then train on."""
+    assert bench_train.run([sys.executable, "-c", COUNTING], tmp_path, 20) == 0.25
+    assert (tmp_path / "signals").read_text() == "1"
 
 PEER = '''
 import numpy as np, pickle, sys

@@ -2,20 +2,14 @@
 Times one step of this project's optimizers and of torch.optim.Muon on the matrices of a model, in turn, in one run.
 
     python tools/bench_optim.py                                      # the demo's matrices: seconds
-    python tools/bench_optim.py --shapes=gpt2-small --repeats=10     # 85 M parameters: a minute on 2 cores
+    python tools/bench_optim.py --shapes=gpt2-small --repeats=10     # a preset: 85 M parameters, a minute on 2 cores
     python tools/bench_optim.py --beside=../before/optim.py          # and another version of optim.py
     python tools/bench_optim.py --kj=../Muon/muon.py                 # and a clone of KellerJordan/Muon
 
 A round times one step of each optimizer, in random order. The table has medians over rounds [and quartiles]; a ratio is
 taken within a round, whose noise hits both alike. On Linux glibc keeps freed memory for all, as in train_gpt.py.
 """
-import argparse
-import ctypes
-import functools
-import importlib.util
-import platform
-import shlex
-import sys
+import argparse, ctypes, functools, importlib.util, platform, shlex, sys
 from pathlib import Path
 
 import numpy as np
@@ -24,14 +18,17 @@ import torch
 from torch.utils.benchmark import timer  # synchronises a GPU
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import optim
+import optim, train_gpt, train_llama
 
-def matrices(n_layer: int, n_embd: int) -> list[tuple[int, int]]:
-    """Shapes of the matrices inside the blocks of a GPT, (outputs, inputs) each."""
-    return n_layer * [(3 * n_embd, n_embd), (n_embd, n_embd), (4 * n_embd, n_embd), (n_embd, 4 * n_embd)]
-
-SHAPES = {"demo": matrices(4, 256), "gpt2-small": matrices(12, 768)}
+SCRIPTS = {preset: script for script in (train_llama, train_gpt) for preset in script.CHOICES["preset"]}  # demo: a GPT
 TORCH = "torch.optim.Muon"
+
+def matrices(preset: str) -> list[tuple[int, int]]:
+    """Shapes of the matrices inside the blocks of a preset's model, (outputs, inputs) each."""
+    SCRIPTS[preset].configure([f"--preset={preset}"])
+    with torch.device("meta"):
+        model = SCRIPTS[preset].Model(1)
+    return [tuple(p.shape) for p in model.blocks.parameters() if p.ndim == 2]
 
 def load(path: str, name: str):
     """A Python file as a module of this name."""
@@ -99,7 +96,7 @@ def command() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", choices=SHAPES, default="demo")
+    parser.add_argument("--shapes", choices=SCRIPTS, default="demo")
     parser.add_argument("--variants", nargs="+", choices=optim.VARIANTS, default=["muon", "muon-vs", "muon-nsr"])
     parser.add_argument("--ns_dtype", choices=["bfloat16", "float32"], default="bfloat16",
                         help="of our Newton-Schulz; the others' is bfloat16")
@@ -112,7 +109,7 @@ def main() -> None:
     if sys.platform == "linux":
         for option, value in (-4, 0), (-1, -1), (-2, 2**28):  # M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD
             ctypes.CDLL(None).mallopt(option, value)
-    shapes = SHAPES[args.shapes]
+    shapes = matrices(args.shapes)
     seconds = measure(builders(args), shapes, args.repeats, args.device)
     counts = ", ".join(f"{shapes.count(s)} x {s[0]}x{s[1]}" for s in dict.fromkeys(shapes))
     print(f"{command()}\nmachine: {machine(args.device)}\nmatrices: {counts}; fp32, our Newton-Schulz {args.ns_dtype}\n"

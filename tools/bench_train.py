@@ -8,33 +8,22 @@ Times training: runs each codebase's own script, unmodified, as a process, in tu
     python tools/bench_train.py --ours="--preset=gpt2-small --dataset=fineweb10B --n_head=6 --batch_size=512
         --micro_batch_size=64" --modded=../modded-nanogpt/records/track_3_optimization/train_gpt_simple.py    # on a GPU
 
---ours are flags of train_gpt.py, a row of the table each. nanoGPT gets the model, batch and data of the first: its own
-optimizer is AdamW, its positions are learned, its head is tied, and on a CPU it computes in fp32 whatever the dtype.
-modded-nanogpt's script has no flags; above are ours that match its model and batch. The first updates do not count, as
-scripts compile there. A run's figure is the median over stretches of ten updates; the table has medians over rounds
-[and quartiles]; a ratio is taken within a round.
+--ours are flags of the script that has their preset, a row of the table each. nanoGPT gets the model, batch and data of
+the first, which has to be a GPT: its own optimizer is AdamW, its positions are learned, its head is tied, and on a CPU
+it computes in fp32 whatever the dtype. modded-nanogpt's script has no flags; above are ours that match its model and
+batch. The first updates do not count, as scripts compile there. A run's figure is the median over stretches of ten
+updates; the table has medians over rounds [and quartiles]; a ratio is taken within a round.
 """
-import argparse
-import os
-import pickle
-import re
-import shlex
-import shutil
-import subprocess
-import sys
-import tempfile
+import argparse, os, pickle, re, shlex, shutil, subprocess, sys, tempfile
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 from tqdm import tqdm
 
-from bench_optim import command, machine, summary
+from bench_optim import SCRIPTS, command, machine, summary, train_gpt
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-import train_gpt
-
 STRETCH = 10  # updates
 
 class Clock:
@@ -64,16 +53,25 @@ def run(row: list[str], folder: Path, last: int) -> float:
             output.append(line)
             clock.read(line)
             if last in clock.marks:
-                process.terminate()
+                process.terminate()  # once: a second signal would part torchrun from its ranks
+                process.stdout.read()
     if last not in clock.marks:
         sys.exit(f"{shlex.join(row)}\nended with status {process.returncode}:\n{''.join(output[-10:])}")
     return clock.per_update(last)
 
-def ours(checkout: Path, flags: str) -> list[str]:
+def script(flags: str):
+    """The train script that has the preset of these flags."""
+    return SCRIPTS.get(dict(re.findall(r"--(preset)[= ](\S+)", flags)).get("preset"), train_gpt)
+
+def torchrun(ranks: int) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+
+def ours(checkout: Path, flags: str, ranks: int) -> list[str]:
     """Validation, checkpoints and sample stay outside the updates that count."""
     rarely = dict(eval_interval=10**6, checkpoint_interval=10**6, val_tokens=2**14)
-    return [sys.executable, str(checkout.resolve() / "train_gpt.py"), *shlex.split(flags),
-            f"--log_interval={STRETCH}", *(f"--{name}={value}" for name, value in rarely.items())]
+    python, file = torchrun(ranks) if ranks > 1 else [sys.executable], Path(script(flags).__file__).name
+    return [*python, str(checkout.resolve() / file), *shlex.split(flags), f"--log_interval={STRETCH}",
+            *(f"--{name}={value}" for name, value in rarely.items())]
 
 def nanogpt(clone: Path, folder: Path) -> list[str]:
     """Copies its files to `folder`, beside our first shards in its format, and gives it the settings of train_gpt."""
@@ -96,6 +94,7 @@ def nanogpt(clone: Path, folder: Path) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ours", action="append", metavar="FLAGS", help="default: none, so the demo with Muon-VS")
+    parser.add_argument("--ranks", type=int, default=1, help="of ours, which torchrun starts if there are several (1)")
     parser.add_argument("--beside", type=Path, metavar="PATH", help="another checkout of this project")
     parser.add_argument("--nanogpt", type=Path, metavar="PATH", help="a clone of karpathy/nanoGPT")
     parser.add_argument("--modded", type=Path, metavar="PATH", help="modded-nanogpt's train_gpt_simple.py")
@@ -103,22 +102,22 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=40, help=f"that count; a multiple of {STRETCH}")
     args = parser.parse_args()
     args.ours = args.ours or [""]
-    train_gpt.configure(shlex.split(args.ours[0]))
-    if train_gpt.dtype == "auto":
-        train_gpt.dtype = "bfloat16" if train_gpt.fast_bf16() else "float32"
+    train = script(args.ours[0])
+    train.configure(shlex.split(args.ours[0]))
+    if train.dtype == "auto":
+        train.dtype = "bfloat16" if train.fast_bf16() else "float32"
 
     with tempfile.TemporaryDirectory() as temporary:
         rows = {}
         for flags in args.ours:
             name = f"ours {flags}".strip()
-            rows[name] = ours(ROOT, flags)
+            rows[name] = ours(ROOT, flags, args.ranks)
             if args.beside:
-                rows[f"{name}, before"] = ours(args.beside, flags)
+                rows[f"{name}, before"] = ours(args.beside, flags, args.ranks)
         if args.nanogpt:
             rows["nanoGPT"] = nanogpt(args.nanogpt, Path(temporary, "nanoGPT"))
         if args.modded:
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-            rows["modded-nanogpt"] = [*torchrun, str(args.modded.resolve())]
+            rows["modded-nanogpt"] = [*torchrun(1), str(args.modded.resolve())]
 
         rounds = [{} for _ in range(args.rounds)]
         turns = [(i, name) for i in range(args.rounds) for name in np.random.default_rng(i).permutation(list(rows))]
@@ -128,8 +127,8 @@ def main() -> None:
                 (folder / "data").symlink_to(Path("data").resolve())
             rounds[i][name] = run(rows[name], folder, STRETCH + args.updates)
     seconds = pd.DataFrame(rounds, columns=list(rows))
-    print(f"{command()}\nmachine: {machine(train_gpt.device)}\n"
-          f"an update: {train_gpt.batch_size} x {train_gpt.block_size} tokens, ours in {train_gpt.dtype}; "
+    print(f"{command()}\nmachine: {machine(train.device)}\n"
+          f"an update: {train.batch_size} x {train.block_size} tokens, ours in {train.dtype}; "
           f"{args.rounds} rounds of {args.updates} updates; medians [quartiles]\n\n{summary(seconds, list(rows)[-1])}")
 
 if __name__ == "__main__":
