@@ -31,11 +31,11 @@ def test_ratios_are_taken_within_a_round():
 
 def test_optimizers_of_two_versions(monkeypatch, capsys):
     monkeypatch.setattr(bench_optim, "matrices", lambda preset: [(48, 16), (16, 16)])
-    flags = f"--device=cpu --repeats=2 --variants muon-vs --beside={ROOT}/optim.py"
+    flags = f"--device=cpu --repeats=2 --variants muon-vs --ns_steps 5 3 --beside={ROOT}/optim.py"
     monkeypatch.setattr(sys, "argv", ["bench_optim.py", *flags.split()])
     bench_optim.main()
     table = capsys.readouterr().out
-    for name in "torch.optim.Muon", "muon-vs", "muon-vs, before":
+    for name in "torch.optim.Muon", "muon-vs", "muon-vs, before", "muon-vs, 3 steps, before":
         assert re.search(rf"^{name} +\d", table, re.M), table
 
 def test_presets_of_both_scripts():

@@ -9,7 +9,7 @@ Times one step of this project's optimizers and of torch.optim.Muon on the matri
 A round times one step of each optimizer, in random order. The table has medians over rounds [and quartiles]; a ratio is
 taken within a round, whose noise hits both alike. On Linux glibc keeps freed memory for all, as in train_gpt.py.
 """
-import argparse, ctypes, functools, importlib.util, platform, shlex, sys
+import argparse, ctypes, functools, importlib.util, itertools, platform, shlex, sys
 from pathlib import Path
 
 import numpy as np
@@ -46,10 +46,11 @@ def builders(args: argparse.Namespace) -> dict:
     if args.kj:
         named["KellerJordan/Muon"] = functools.partial(load(args.kj, "kj").SingleDeviceMuon, momentum=0.95, **options)
     before = load(args.beside, "optim_before") if args.beside else None
-    for variant in args.variants:
-        named[variant] = functools.partial(optim.Muon, variant=variant, **ours)
+    for variant, steps in itertools.product(args.variants, args.ns_steps):
+        name, own = variant + f", {steps} steps" * (steps != 5), dict(ours, variant=variant, ns_steps=steps)
+        named[name] = functools.partial(optim.Muon, **own)
         if before:
-            named[f"{variant}, before"] = functools.partial(before.Muon, variant=variant, **ours)
+            named[f"{name}, before"] = functools.partial(before.Muon, **own)
     return named
 
 def measure(named: dict, shapes: list[tuple[int, int]], repeats: int, device: str) -> pd.DataFrame:
@@ -98,6 +99,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", choices=SCRIPTS, default="demo")
     parser.add_argument("--variants", nargs="+", choices=optim.VARIANTS, default=["muon", "muon-vs", "muon-nsr"])
+    parser.add_argument("--ns_steps", nargs="+", type=int, default=[5], help="of ours; the others take 5")
     parser.add_argument("--ns_dtype", choices=["bfloat16", "float32"], default="bfloat16",
                         help="of our Newton-Schulz; the others' is bfloat16")
     parser.add_argument("--repeats", type=int, default=30, help="rounds")
