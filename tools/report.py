@@ -266,7 +266,7 @@ def speedups(e: Experiment, name: str, clock: bool) -> str:
     targets, lines = {s: np.interp(SHARES * loss.index[-1], loss.index, loss) for s, loss in base_loss.items()}, []
     for row in [row for row in e.rows if row is not e.base]:
         x, loss = (part.assign(mean=part.mean(axis=1)) for part in row.curve(name, clock))
-        times = [[reach(base_x[s], base_loss[s], target) / reach(x[s], loss[s], target) for target in targets[s]]
+        times = [[reach(base_x[s], base_loss[s], y) / (reach(x[s], loss[s], y) or math.nan) for y in targets[s]]
                  for s in loss if s in targets]  # of each seed, then of the mean curves
         lines.append({"": row.label} | {
             f"{share:.0%}: {target:.4f}": number(mean, 2) + f" ({number(seeds, 2)})" * (len(seeds) > 1)
