@@ -134,3 +134,7 @@ study --batch_size=16 --max_iters=6400 --eval_interval=640 --warmup_iters=20 --o
 study --batch_size=16 --max_iters=6400 --eval_interval=640 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.0025 --learning_rate=0.0018 --seed=101
 study --batch_size=16 --max_iters=6400 --eval_interval=640 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.005 --learning_rate=0.0018 --seed=1..4
 study --batch_size=4 --max_iters=25600 --eval_interval=2560 --warmup_iters=80 --optimizer=muon --adam_lr=0.01 --learning_rate=0.0009,0.00125,0.0018 --seed=101
+study --batch_size=4 --max_iters=25600 --eval_interval=2560 --warmup_iters=80 --optimizer=muon --adam_lr=0.01 --learning_rate=0.000625 --seed=101
+study --batch_size=4 --max_iters=25600 --eval_interval=2560 --warmup_iters=80 --optimizer=muon --adam_lr=0.01 --learning_rate=0.00045 --seed=101
+study --batch_size=4 --max_iters=25600 --eval_interval=2560 --warmup_iters=80 --optimizer=muon --adam_lr=0.005,0.02 --learning_rate=0.000625 --seed=101
+study --batch_size=4 --max_iters=25600 --eval_interval=2560 --warmup_iters=80 --optimizer=muon --adam_lr=0.005 --learning_rate=0.00045,0.0009 --seed=101
