@@ -359,16 +359,15 @@ def dtype_of(group, name):
     return getattr(torch, str(group[name]).removeprefix("torch."), None)
 
 def step_shares(buckets, found_inf):
-    """Each rank updates its share of the matrices; that of a bucket is on its way while the next one is computed."""
-    sent = []
+    """Each rank updates its share of the matrices; those of a bucket are on their way while the next is computed."""
+    handles = []
     for bucket in buckets:
         update(bucket, found_inf)
         if len(bucket.shares) > 1:
-            sent.append(send(bucket))
-        if len(sent) == 2:
-            receive(*sent.pop(0))
-    for exchange in sent:
-        receive(*exchange)
+            handles += [dist.broadcast(p, owner, async_op=True)
+                        for owner, share in enumerate(bucket.shares) for p in share]
+    for handle in handles:
+        handle.wait()
 
 def update(bucket, found_inf):
     """Updates this rank's share of a bucket. Newton-Schulz takes all matrices at once, and so do the passes around
@@ -395,24 +394,6 @@ def gradients_and_skip(params, found_inf):
     skip = torch.zeros([1] * params[0].ndim, device=params[0].device) + found_inf
     skips = [torch.ones_like(skip) if p.grad is None else skip for p in params]
     return [local(torch.zeros_like(p) if p.grad is None else p.grad) for p in params], torch.stack(skips)
-
-def send(bucket):
-    """Begins to send this rank's share of a bucket to all ranks. Returns what receive() takes."""
-    shares, rank = bucket.shares, bucket.rank
-    p, most = next(p for share in shares for p in share), max(map(len, shares))
-    weights = p.new_empty(len(shares), most, *p.shape)  # all ranks send as much
-    for q, slot in zip(shares[rank], weights[rank]):
-        slot.copy_(q)
-    everyone, own = (t.flatten().view(torch.uint8) for t in (weights, weights[rank]))  # bytes: gloo lacks bf16
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name until torch 2.12
-    return shares, weights, gather(everyone, own, async_op=True)
-
-def receive(shares, weights, handle):
-    """Gives the parameters of a bucket their new weights, once these have come from all ranks."""
-    handle.wait()
-    for params, new in zip(shares, weights):
-        if params:
-            torch._foreach_copy_(params, list(new[:len(params)]))
 
 def alike(params, world):
     """Lists of parameters of one shape, dtype and device, the largest matrices first. A list has, for each rank, 2**27
