@@ -372,6 +372,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--only", default="", metavar="REGEX", help="leave out logs whose path it does not match")
     parser.add_argument("--baseline", default="muon", help="an optimizer, or the name of a row")
     parser.add_argument("--tuned_on", default="", metavar="SEED", help="a seed that only chooses each optimizer's row")
+    parser.add_argument("--tables", action="store_true", help="no figures but the map")
     parser.add_argument("--clock", action="store_true", help="show times: each run had the same machine to itself")
     parser.add_argument("--smooth", action="store_true", help="smooth validation loss in curves and speedups")
     parser.add_argument("--by_code", action="store_true", help="a row for each version of the code that made the logs")
@@ -393,8 +394,8 @@ def main(argv: list[str]) -> None:
             names = [name for name in CURVES if name != hidden and all(len(row.curve(name)[1]) for row in e.rows)]
             report += tables(e, names, args.clock)
             drawn = e.rows if len(e.rows) <= 10 else [*e.best.values()]
-            report += curves(out / f"{e.title}-curves.png", drawn, names, args.clock)
-        for key in SWEEPS:
+            report += [] if args.tables else curves(out / f"{e.title}-curves.png", drawn, names, args.clock)
+        for key in [] if args.tables else SWEEPS:
             report += sweep(out / f"{e.title}-sweep-{key}.png", e.tried.get(key) or e.rows, key)
     report += [zeroshot(args.zeroshot)] if args.zeroshot else []
     report += [markdown("Final loss of runs of the same settings and seed.", repeats)] if repeats else []

@@ -1,8 +1,6 @@
 # Every sweep of this study, in the order in which they were run; one that is finished is skipped. From the project's root.
-study() {
-    python tools/sweep.py train_gpt.py --n_layer=2 --n_embd=128 --n_head=2 --block_size=128 --val_tokens=131072 \
-        --log_interval=100 --jobs=2 "$@"
-}
+flags="--n_layer=2 --n_embd=128 --n_head=2 --block_size=128 --val_tokens=131072 --log_interval=100 --jobs=2"
+study() { python tools/sweep.py train_gpt.py $flags "$@"; }
 study --batch_size=16 --max_iters=1600 --eval_interval=160 --optimizer=muon,muon-vs --adam_lr=0.0025,0.005,0.02,0.04 --learning_rate=0.005 --seed=101
 study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon --adam_lr=0.02 --learning_rate=0.0035,0.005,0.007 --seed=101
 study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon --adam_lr=0.01,0.04 --learning_rate=0.005 --seed=101
@@ -138,3 +136,39 @@ study --batch_size=4 --max_iters=25600 --eval_interval=2560 --warmup_iters=80 --
 study --batch_size=4 --max_iters=25600 --eval_interval=2560 --warmup_iters=80 --optimizer=muon --adam_lr=0.01 --learning_rate=0.00045 --seed=101
 study --batch_size=4 --max_iters=25600 --eval_interval=2560 --warmup_iters=80 --optimizer=muon --adam_lr=0.005,0.02 --learning_rate=0.000625 --seed=101
 study --batch_size=4 --max_iters=25600 --eval_interval=2560 --warmup_iters=80 --optimizer=muon --adam_lr=0.005 --learning_rate=0.00045,0.0009 --seed=101
+study --batch_size=4 --max_iters=25600 --eval_interval=2560 --warmup_iters=80 --optimizer=muon --adam_lr=0.005 --learning_rate=0.0003 --seed=101
+study --batch_size=4 --max_iters=25600 --eval_interval=2560 --warmup_iters=80 --optimizer=muon --adam_lr=0.0025 --learning_rate=0.00022,0.0003,0.00045 --seed=101
+study --batch_size=4 --max_iters=25600 --eval_interval=2560 --warmup_iters=80 --optimizer=muon --adam_lr=0.0025 --learning_rate=0.00016 --seed=101
+study --batch_size=4 --max_iters=25600 --eval_interval=2560 --warmup_iters=80 --optimizer=muon-vs --adam_lr=0.0025 --learning_rate=0.00022,0.0003,0.00045 --seed=101
+study --batch_size=4 --max_iters=25600 --eval_interval=2560 --warmup_iters=80 --optimizer=muon --adam_lr=0.00125,0.005 --learning_rate=0.00022 --seed=101
+study --batch_size=4 --max_iters=25600 --eval_interval=2560 --warmup_iters=80 --optimizer=muon --adam_lr=0.005 --learning_rate=0.00016 --seed=101
+study --batch_size=4 --max_iters=25600 --eval_interval=2560 --warmup_iters=80 --optimizer=muon-vs --adam_lr=0.00125,0.005 --learning_rate=0.0003 --seed=101
+study --batch_size=4 --max_iters=25600 --eval_interval=2560 --warmup_iters=80 --optimizer=muon --adam_lr=0.01 --learning_rate=0.00022 --seed=101
+study --batch_size=4 --max_iters=25600 --eval_interval=2560 --warmup_iters=80 --optimizer=muon --adam_lr=0.005 --learning_rate=0.00022 --seed=1..4
+study --batch_size=4 --max_iters=25600 --eval_interval=2560 --warmup_iters=80 --optimizer=muon-vs --adam_lr=0.0025 --learning_rate=0.0003 --seed=1..4
+study --batch_size=64 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-nsr --gamma=10 --adam_lr=0.02 --learning_rate=0.0035,0.005,0.007 --seed=101
+study --batch_size=64 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-nsr --gamma=1000 --adam_lr=0.02 --learning_rate=0.0035,0.005,0.007 --seed=101
+study --batch_size=64 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-nsr --gamma=10 --adam_lr=0.02 --learning_rate=0.005 --seed=1..4
+study --batch_size=64 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-nsr --gamma=1000 --adam_lr=0.02 --learning_rate=0.005 --seed=1..4
+study --batch_size=64 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-nsr --gamma=1 --adam_lr=0.02 --learning_rate=0.0035,0.005,0.007 --seed=101
+study --batch_size=64 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-nsr --gamma=100 --adam_lr=0.02 --learning_rate=0.0035,0.005,0.007 --seed=101
+study --batch_size=64 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-nsr --gamma=1 --adam_lr=0.02 --learning_rate=0.0025 --seed=101
+study --batch_size=64 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-nsr --gamma=1 --adam_lr=0.02 --learning_rate=0.0035 --seed=1..4
+study --batch_size=64 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-nsr --gamma=100 --adam_lr=0.02 --learning_rate=0.0025 --seed=101
+study --batch_size=64 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-nsr --gamma=100 --adam_lr=0.02 --learning_rate=0.0018 --seed=101
+study --batch_size=64 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-nsr --gamma=100 --adam_lr=0.02 --learning_rate=0.0025 --seed=1..4
+study --batch_size=64 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon2 --adam_lr=0.01 --learning_rate=0.0035,0.005,0.007 --seed=101
+study --batch_size=64 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon2 --adam_lr=0.01 --learning_rate=0.0025 --seed=101
+study --batch_size=64 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon --weight_decay=0 --adam_lr=0.01 --learning_rate=0.005,0.007,0.01 --seed=101
+study --batch_size=64 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon2 --adam_lr=0.005,0.02 --learning_rate=0.0035 --seed=101
+study --batch_size=64 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon2 --adam_lr=0.01 --learning_rate=0.0035 --seed=1..4
+study --batch_size=64 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon --weight_decay=0 --adam_lr=0.01 --learning_rate=0.0035 --seed=101
+study --batch_size=64 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon --weight_decay=0 --adam_lr=0.01 --learning_rate=0.0025 --seed=101
+study --batch_size=64 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon --weight_decay=0 --adam_lr=0.01 --learning_rate=0.0035 --seed=1..4
+study --batch_size=64 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-vs --weight_decay=0 --adam_lr=0.02 --learning_rate=0.0035,0.005,0.007 --seed=101
+study --batch_size=64 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-vs --weight_decay=0 --adam_lr=0.02 --learning_rate=0.007 --seed=101
+study --n_layer=4 --n_embd=256 --n_head=4 --block_size=256 --val_tokens=262144 --batch_size=16 --max_iters=600 --eval_interval=60 --warmup_iters=20 --optimizer=muon --adam_lr=0.02 --learning_rate=0.007,0.01,0.014 --seed=101
+study --batch_size=64 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-vs --weight_decay=0 --adam_lr=0.02 --learning_rate=0.005 --seed=1..4
+study --n_layer=4 --n_embd=256 --n_head=4 --block_size=256 --val_tokens=262144 --batch_size=16 --max_iters=600 --eval_interval=60 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.02 --learning_rate=0.007,0.01,0.014 --seed=101
+study --n_layer=4 --n_embd=256 --n_head=4 --block_size=256 --val_tokens=262144 --batch_size=16 --max_iters=600 --eval_interval=60 --warmup_iters=20 --optimizer=muon --adam_lr=0.02 --learning_rate=0.005 --seed=101
+study --n_layer=4 --n_embd=256 --n_head=4 --block_size=256 --val_tokens=262144 --batch_size=16 --max_iters=600 --eval_interval=60 --warmup_iters=20 --optimizer=muon --adam_lr=0.02 --learning_rate=0.0035 --seed=101
