@@ -27,8 +27,8 @@ import optim
 # ---- Globals and presets ---------------------------------------------------------------------------------------------
 
 preset = "demo"               # a key of PRESETS
-run_name = ""                 # names logs/RUN.txt and checkpoints/RUN/; default: PRESET-OPTIMIZER-seedSEED
-resume = ""                   # auto: go on from the newest good checkpoint of this run, if any; or a checkpoint, or a folder of them
+run_name = ""                 # names logs/RUN.txt and checkpoints/RUN/; default: SCRIPT-PRESET-OPTIMIZER-seedSEED
+resume = ""                   # auto: go on from this run's newest good checkpoint, if any; or PATH, or a folder of them
 init_from = ""                # begin with the weights alone of this checkpoint
 eval_only = False             # print the validation loss of what --resume or --init_from names, and end
 # data
@@ -466,7 +466,7 @@ def load_checkpoint(path: Path, model: Model, optimizers: list[torch.optim.Optim
     if different := saved["model"].keys() ^ model.state_dict().keys():
         sys.exit(f"{path} is of another model, as only one of both has {', '.join(sorted(different))}")
     model.load_state_dict({name: optim.sharded_like(saved["model"][name], p) for name, p in model.state_dict().items()})
-    if path == Path(init_from):  # weights only
+    if eval_only or path == Path(init_from):  # weights only
         return {}
     if saved["globals"]["optimizer"] != optimizer:
         sys.exit(f"{path} is of --optimizer={saved['globals']['optimizer']}; go on with it")
@@ -604,7 +604,7 @@ def main(argv: list[str]) -> None:
     if train_shards.vocab != val_shards.vocab or train_shards.vocab > vocab:
         sys.exit(f"the training shards have {train_shards.vocab} token ids, the validation shards {val_shards.vocab}, "
                  f"the model {vocab}; prepare both with one tokenizer and leave --vocab_size at 0")
-    run = run_name or Path(resume).parent.name or f"{preset}-{optimizer}-seed{seed}"
+    run = run_name or Path(resume).parent.name or f"{Path(__file__).stem}-{preset}-{optimizer}-seed{seed}"
     log_path, checkpoint_folder = Path("logs", f"{run}.txt"), Path("checkpoints", run)
     if log_path.exists() and not resume and not eval_only and rank == 0:
         sys.exit(f"{log_path} exists; give another --run_name, or go on with --resume=auto")

@@ -352,7 +352,7 @@ def test_weights_alone_and_evaluation_alone(capsys):
     train("restarted", **both)
     assert figures("restarted", "val_loss")[0] == loss and checkpoint("restarted")["step"] == 8
     capsys.readouterr()
-    train("run", resume="auto", eval_only=True)
+    train("run", resume="auto", eval_only=True, optimizer="muon")  # whatever trained it
     assert capsys.readouterr().out.startswith(f"val_loss:{loss:.5f} val_acc:")
 
 def other_starts(module):
