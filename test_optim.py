@@ -21,14 +21,6 @@ from optim import JORDAN, VARIANTS, Muon, newton_schulz
 
 SHAPES = {"wide": (24, 64), "tall": (64, 24), "square": (32, 32)}
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Small matrices wait longer for a second thread than it saves."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
 def parameters(*shapes, dtype=torch.float32, seed=0):
     generator = torch.Generator().manual_seed(seed)
     draw = lambda shape: 0.1 * torch.randn(shape, generator=generator, dtype=torch.float64)

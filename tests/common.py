@@ -1,10 +1,5 @@
 """What several test files need: the scripts as modules, a tiny data set, runs in this process and on ranks."""
-import importlib.util
-import os
-import signal
-import socket
-import sys
-import zlib
+import importlib.util, os, signal, socket, sys, zlib
 from pathlib import Path
 
 import numpy as np

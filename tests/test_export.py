@@ -1,5 +1,5 @@
 """export_hf.py and sample.py on tiny models. For all of it set TIKTOKEN_CACHE_DIR and LLAMA2_TOKENIZER."""
-import json, os, random, subprocess, sys
+import os, random, subprocess, sys
 from pathlib import Path
 
 import pytest
@@ -10,10 +10,6 @@ from common import ROOT, TINY, fresh
 pytest.importorskip("transformers", reason="pip install transformers")
 import export_hf, sample, train_gpt
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-@pytest.fixture(autouse=True)
-def place(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 def save(script, **settings):
     """Writes a checkpoint with large weights, so that each matters in its place. Returns model (fp32) and content."""
@@ -102,24 +98,16 @@ def test_samples_of_a_model_that_someone_has_changed(tmp_path, monkeypatch, caps
     check = "import sys, sample; sys.exit('transformers' in sys.modules)"
     subprocess.run([sys.executable, "-c", check], cwd=ROOT / "tools", check=True)
 
-def test_the_harness_scores_an_export_as_our_model_does(monkeypatch):
-    harness = pytest.importorskip("lm_eval.__main__", reason='pip install "lm-eval[hf]==0.4.11"')
+def test_the_harness_scores_an_export_as_our_model_does():
+    pytest.importorskip("lm_eval", reason='pip install "lm-eval[hf]==0.4.11"')
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
     ours, _ = save("train_gpt.py")
     export_hf.main(["checkpoints/run"])
-    documents = [dict(question=f"def f{i}(x):\n return", choices=[" x", " None"], answer=i % 2) for i in range(6)]
-    Path("questions.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
-    Path("local.yaml").write_text(json.dumps(dict(
-        task="local", dataset_path="json", dataset_kwargs=dict(data_files="questions.jsonl", cache_dir="cache"),
-        test_split="train", output_type="multiple_choice", doc_to_text="{{question}}", doc_to_choice="{{choices}}",
-        doc_to_target="answer", target_delimiter="", metric_list=[dict(metric="acc", aggregation="mean")])))
-    command = "lm_eval --model hf --model_args pretrained=hf/run,dtype=float32 --tasks local --include_path . " \
-              "--device cpu --num_fewshot 0 --batch_size 4 --log_samples --output_path out"
-    monkeypatch.setattr(sys, "argv", command.split())
-    harness.cli_evaluate()
-    results = [json.loads(line) for line in next(Path("out").rglob("samples_*.jsonl")).open()]
-    assert len(results) == 6
-    for result in results:
-        for choice, response in zip(result["doc"]["choices"], result["resps"], strict=True):
-            ids = torch.tensor(list((result["doc"]["question"] + choice).encode()))
-            logp = ours(ids[None])[0, :, :257].log_softmax(-1)[:-1].gather(1, ids[1:, None])
-            assert float(response[0][0]) == pytest.approx(logp[-len(choice):].sum().item(), abs=1e-3)
+    pairs = [(f"def f{i}(x):\n return", choice) for i in range(6) for choice in (" x", " None")]
+    requests = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
+    scores = HFLM("hf/run", dtype="float32", device="cpu", batch_size=4).loglikelihood(requests)
+    for (question, choice), (score, _) in zip(pairs, scores, strict=True):
+        ids = torch.tensor([*(question + choice).encode()])
+        logp = ours(ids[None])[0, :, :257].log_softmax(-1)[:-1].gather(1, ids[1:, None])
+        assert score == pytest.approx(logp[-len(choice):].sum().item(), abs=1e-3)

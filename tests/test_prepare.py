@@ -18,11 +18,6 @@ needs_llama2 = pytest.mark.skipif(not LLAMA2, reason="LLAMA2_TOKENIZER (path of 
 VOCABULARIES = [pytest.param("gpt2", marks=needs_gpt2), pytest.param("llama2", marks=needs_llama2)]
 COMMAND = ["text", "--input", "in", "--name", "mine"]
 
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-
 def child(*argv, setup="", **env):
     """prepare.py in a process of its own, after the statements of `setup`."""
     program = f"import os, resource, sys, prepare\n{setup}\nprepare.main(sys.argv[1:])"

@@ -24,8 +24,7 @@ def log(optimizer="muon", seed=1, final=1.0, ms=10.0, **settings):
     return ("=" * 100 + "\n").join([SOURCE, "# optim\n", head, "\n".join(lines)])
 
 @pytest.fixture
-def logs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def logs(tmp_path):
     (tmp_path / "logs").mkdir()
     for optimizer, finals in FINAL.items():
         for seed, final in enumerate(finals, 1):
@@ -48,8 +47,7 @@ def uneven(module):
     module.optim = SimpleNamespace(**vars(module.optim) | {"local": lambda t: SimpleNamespace(nbytes=size)})
 
 @pytest.mark.parametrize("title", ["gpt", "llama"])
-def test_reads_the_scripts_own_log(title, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_reads_the_scripts_own_log(title):
     write_tiny()
     on_ranks(2, name="a", script=f"train_{title}.py", seed=3, eval_interval=4, meddle=uneven)
     run = report.Run("logs/a.txt", open("logs/a.txt").read())

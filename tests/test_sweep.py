@@ -23,8 +23,7 @@ with open(path, "a", buffering=1) as log:
 '''
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def folder(tmp_path):
     (tmp_path / "train_fake.py").write_text(FAKE)
     return tmp_path / "logs"
 
