@@ -47,7 +47,7 @@ micro_batch_size = 0          # sequences per forward pass of a rank; 0: batch_s
 max_iters = 600               # updates
 # optimizer
 optimizer = "muon-vs"         # adamw, or a key of optim.VARIANTS (AdamW for all but the matrices inside blocks)
-learning_rate = 0.01          # peak, for the matrices inside blocks
+learning_rate = 0.005         # peak, for the matrices inside blocks
 adam_lr = 0.01                # peak, for embedding, head and gains
 weight_decay = 0.1            # not of gains
 grad_clip = 1.0               # global norm of the gradient; 0: off
@@ -89,7 +89,8 @@ gpt2 = dict(dataset="openwebtext", block_size=1024, batch_size=480, max_iters=10
             gamma=10.0, schedule="constant", warmup_iters=2000, eval_interval=1000, checkpoint_interval=1000,
             val_tokens=4_194_304)
 PRESETS = {  # "NAME/OPTIMIZER" is applied after "NAME", the command line after both
-    "demo": {},
+    "demo": {},  # both rates from records/map/demo
+    "demo/muon": dict(adam_lr=0.02),
     "demo/adamw": dict(learning_rate=3e-3, adam_lr=3e-3),
     "demo/adamuon": dict(adjust_lr_fn="frobenius"),
     "demo/muon-nsr-post": dict(gamma=10.0),

@@ -168,7 +168,7 @@ class Experiment:
                 self.tried.setdefault(key, []).extend(line)
                 self.notes += [chosen + f"is at an end of its values of {key}"] * (best in line[:1] + line[-1:])
         self.base = next((row for row in self.rows if row.label == baseline), self.best.get(baseline))
-        self.notes += [f"no row of the baseline {baseline}; choose another"] * bool(self.rows and not self.base)
+        self.notes += [f"no row of --baseline={baseline}, so no differences"] * bool(self.rows and not self.base)
 
 def experiments(runs: list[Run], baseline: str, tuned_on: str) -> list[list[Experiment]]:
     """Those that differ in nothing but MAPPED together, by batch size and updates; most runs first."""
