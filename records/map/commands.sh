@@ -1,6 +1,7 @@
 # Every sweep of this study, in the order in which they were run; one that is finished is skipped. From the project's root.
 flags="--n_layer=2 --n_embd=128 --n_head=2 --block_size=128 --val_tokens=131072 --log_interval=100 --jobs=2"
 study() { python tools/sweep.py train_gpt.py $flags "$@"; }
+llama() { python tools/sweep.py train_llama.py --n_ffn=352 $flags "$@"; }
 study --batch_size=16 --max_iters=1600 --eval_interval=160 --optimizer=muon,muon-vs --adam_lr=0.0025,0.005,0.02,0.04 --learning_rate=0.005 --seed=101
 study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon --adam_lr=0.02 --learning_rate=0.0035,0.005,0.007 --seed=101
 study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon --adam_lr=0.01,0.04 --learning_rate=0.005 --seed=101
@@ -172,3 +173,25 @@ study --batch_size=64 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --o
 study --n_layer=4 --n_embd=256 --n_head=4 --block_size=256 --val_tokens=262144 --batch_size=16 --max_iters=600 --eval_interval=60 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.02 --learning_rate=0.007,0.01,0.014 --seed=101
 study --n_layer=4 --n_embd=256 --n_head=4 --block_size=256 --val_tokens=262144 --batch_size=16 --max_iters=600 --eval_interval=60 --warmup_iters=20 --optimizer=muon --adam_lr=0.02 --learning_rate=0.005 --seed=101
 study --n_layer=4 --n_embd=256 --n_head=4 --block_size=256 --val_tokens=262144 --batch_size=16 --max_iters=600 --eval_interval=60 --warmup_iters=20 --optimizer=muon --adam_lr=0.02 --learning_rate=0.0035 --seed=101
+study --n_layer=4 --n_embd=256 --n_head=4 --block_size=256 --val_tokens=262144 --batch_size=16 --max_iters=600 --eval_interval=60 --warmup_iters=20 --optimizer=muon --adam_lr=0.01,0.04 --learning_rate=0.005 --seed=101
+study --n_layer=4 --n_embd=256 --n_head=4 --block_size=256 --val_tokens=262144 --batch_size=16 --max_iters=600 --eval_interval=60 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.02 --learning_rate=0.005 --seed=101
+study --n_layer=4 --n_embd=256 --n_head=4 --block_size=256 --val_tokens=262144 --batch_size=16 --max_iters=600 --eval_interval=60 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.02 --learning_rate=0.0035 --seed=101
+study --n_layer=4 --n_embd=256 --n_head=4 --block_size=256 --val_tokens=262144 --batch_size=16 --max_iters=600 --eval_interval=60 --warmup_iters=20 --optimizer=muon --adam_lr=0.02 --learning_rate=0.005 --seed=1..8
+study --n_layer=4 --n_embd=256 --n_head=4 --block_size=256 --val_tokens=262144 --batch_size=16 --max_iters=600 --eval_interval=60 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.02 --learning_rate=0.0025 --seed=101
+study --n_layer=4 --n_embd=256 --n_head=4 --block_size=256 --val_tokens=262144 --batch_size=16 --max_iters=600 --eval_interval=60 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.01,0.04 --learning_rate=0.0035 --seed=101
+study --n_layer=4 --n_embd=256 --n_head=4 --block_size=256 --val_tokens=262144 --batch_size=16 --max_iters=600 --eval_interval=60 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.01 --learning_rate=0.0025,0.005 --seed=101
+study --n_layer=4 --n_embd=256 --n_head=4 --block_size=256 --val_tokens=262144 --batch_size=16 --max_iters=600 --eval_interval=60 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.01 --learning_rate=0.007 --seed=101
+study --n_layer=4 --n_embd=256 --n_head=4 --block_size=256 --val_tokens=262144 --batch_size=16 --max_iters=600 --eval_interval=60 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.005 --learning_rate=0.005 --seed=101
+study --n_layer=4 --n_embd=256 --n_head=4 --block_size=256 --val_tokens=262144 --batch_size=16 --max_iters=600 --eval_interval=60 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.01 --learning_rate=0.005 --seed=1..8
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-nsr --gamma=1 --adam_lr=0.01 --learning_rate=0.005,0.007,0.01 --seed=101
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-nsr --gamma=1 --adam_lr=0.01 --learning_rate=0.007 --seed=1..4
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-nsr --gamma=100 --adam_lr=0.01 --learning_rate=0.005,0.007,0.01 --seed=101
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-nsr --gamma=100 --adam_lr=0.01 --learning_rate=0.0035 --seed=101
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-nsr --gamma=100 --adam_lr=0.01 --learning_rate=0.005 --seed=1..4
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-nsr --gamma=10000 --adam_lr=0.01 --learning_rate=0.005,0.007,0.01 --seed=101
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-nsr --gamma=10000 --adam_lr=0.01 --learning_rate=0.0035 --seed=101
+study --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-nsr --gamma=10000 --adam_lr=0.01 --learning_rate=0.005 --seed=1..4
+llama --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon --adam_lr=0.02 --learning_rate=0.0035,0.005,0.007 --seed=101
+llama --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon --adam_lr=0.02 --learning_rate=0.01 --seed=101
+llama --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon --adam_lr=0.01,0.04 --learning_rate=0.007 --seed=101
+llama --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon --adam_lr=0.02 --learning_rate=0.007 --seed=1..8
