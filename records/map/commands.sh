@@ -195,3 +195,15 @@ llama --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --o
 llama --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon --adam_lr=0.02 --learning_rate=0.01 --seed=101
 llama --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon --adam_lr=0.01,0.04 --learning_rate=0.007 --seed=101
 llama --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon --adam_lr=0.02 --learning_rate=0.007 --seed=1..8
+llama --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.01 --learning_rate=0.005,0.007,0.01 --seed=101
+llama --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.01 --learning_rate=0.0035 --seed=101
+llama --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.01 --learning_rate=0.0025 --seed=101
+llama --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.005,0.02 --learning_rate=0.0035 --seed=101
+llama --batch_size=16 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.01 --learning_rate=0.0035 --seed=1..8
+study --batch_size=64 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon2 --adam_lr=0.01 --learning_rate=0.0035 --seed=5..8
+study --batch_size=64 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-nsr --gamma=10 --adam_lr=0.02 --learning_rate=0.005 --seed=5..8
+study --batch_size=64 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon-vs --weight_decay=0 --adam_lr=0.02 --learning_rate=0.005 --seed=5..8
+study --batch_size=64 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --optimizer=muon --weight_decay=0 --adam_lr=0.01 --learning_rate=0.0035 --seed=5..8
+study --batch_size=4 --max_iters=25600 --eval_interval=2560 --warmup_iters=80 --optimizer=muon-vs --adam_lr=0.005 --learning_rate=0.0003 --seed=1..4
+study --batch_size=16 --max_iters=6400 --eval_interval=640 --warmup_iters=20 --optimizer=muon --adam_lr=0.01 --learning_rate=0.0018 --seed=5..8
+study --batch_size=16 --max_iters=6400 --eval_interval=640 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.005 --learning_rate=0.0018 --seed=5..8
