@@ -207,3 +207,5 @@ study --batch_size=64 --max_iters=1600 --eval_interval=160 --warmup_iters=20 --o
 study --batch_size=4 --max_iters=25600 --eval_interval=2560 --warmup_iters=80 --optimizer=muon-vs --adam_lr=0.005 --learning_rate=0.0003 --seed=1..4
 study --batch_size=16 --max_iters=6400 --eval_interval=640 --warmup_iters=20 --optimizer=muon --adam_lr=0.01 --learning_rate=0.0018 --seed=5..8
 study --batch_size=16 --max_iters=6400 --eval_interval=640 --warmup_iters=20 --optimizer=muon-vs --adam_lr=0.005 --learning_rate=0.0018 --seed=5..8
+study --batch_size=4 --max_iters=25600 --eval_interval=2560 --warmup_iters=80 --optimizer=muon --adam_lr=0.005 --learning_rate=0.00022 --seed=5..8
+study --batch_size=4 --max_iters=25600 --eval_interval=2560 --warmup_iters=80 --optimizer=muon-vs --adam_lr=0.0025 --learning_rate=0.0003 --seed=5..8
