@@ -458,11 +458,10 @@ def step_sharded(buckets, found_inf):
 
 def exchange(parts, shapes, mesh):
     """Begins to send parts[r] to rank r. Returns the tensors that come, of shapes[r] from rank r, and a handle."""
-    flat, sizes = torch.cat([part.flatten() for part in parts]), [math.prod(shape) for shape in shapes]
+    flat, counts = torch.cat([part.flatten() for part in parts]), [part.numel() for part in parts]
+    sizes = [math.prod(shape) for shape in shapes]
     into = flat.new_empty(sum(sizes))
-    counts = [[flat.element_size() * size for size in ns] for ns in (sizes, [part.numel() for part in parts])]
-    handle = dist.all_to_all_single(into.view(torch.uint8), flat.view(torch.uint8), *counts, mesh.get_group(),
-                                    async_op=True)  # bytes: gloo lacks bf16
+    handle = dist.all_to_all_single(into, flat, sizes, counts, mesh.get_group(), async_op=True)
     return [t.view(shape) for t, shape in zip(into.split(sizes), shapes)], handle
 
 def rows_of_ranks(p, world):
