@@ -5,13 +5,11 @@ Muon-NSR and Muon-VS of the paper "Variance-Adaptive Muon", and the Muons it com
     muon = Muon(matrices, lr=6e-4, variant="muon-vs", weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     adamw = torch.optim.AdamW(embeddings_head_and_vectors, lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
-A variant is a pure function from gradient and state to the proxy that Newton-Schulz orthogonalises; some have a second
-one, for what Newton-Schulz returns. Lines and symbols are those of the paper's Algorithm 1: W weights, G gradient,
-M momentum, Γ variance, O orthogonalised; η lr, λ weight decay, β momentum, γ Muon-NSR's coefficient, ε stabiliser;
-hat: bias-corrected; tilde: with Nesterov's lookahead. m is the number of outputs, n of inputs.
+A variant is a pure function of gradient and state. Lines and symbols are those of the paper's Algorithm 1: W weights,
+G gradient, M momentum, Γ variance, O orthogonalised; η lr, λ weight decay, β momentum, γ Muon-NSR's coefficient, ε
+stabiliser; hat: bias-corrected; tilde: with Nesterov's lookahead. m is the number of outputs, n of inputs.
 """
 import functools
-import math
 import warnings
 from collections import namedtuple
 
@@ -21,15 +19,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 # ---- Newton-Schulz ---------------------------------------------------------------------------------------------------
-
 JORDAN = (3.4445, -4.7750, 2.0315)  # steep at 0: singular values end near 1, not at 1 (Jordan, 2024)
 
 @torch.no_grad()
 def newton_schulz(G, steps=5, eps=1e-7, dtype=torch.bfloat16, coefficients=JORDAN):
-    """Approximates the polar factor UVᵀ of G = USVᵀ.
-
-    G: (..., m, n) of any float dtype; normalised in fp32 (fp64 for fp64). coefficients: (a, b, c), or one such triple
-    for each step. Returns (..., m, n), computed in `dtype`."""
+    """Approximates the polar factor UVᵀ of G = USVᵀ. G: (..., m, n) of any float dtype; normalised in fp32
+    (fp64 for fp64). coefficients: (a, b, c), or one such triple for each step. Returns (..., m, n) in `dtype`."""
     X = wide_with_unit_norm(upcast(G), eps).to(dtype)
     O = newton_schulz_gram(X.reshape(-1, *X.shape[-2:]).contiguous(), steps, coefficients).view(X.shape)
     return O.mT if G.size(-2) > G.size(-1) else O
@@ -43,10 +38,10 @@ def newton_schulz_gram(X, steps=5, coefficients=JORDAN):
     """The same of X, (k, m, n), which has unit norm and m <= n and is overwritten. Returns (k, m, n).
 
     A step is X <- ZX, where R = XXᵀ and Z = aI + bR + cR². Polynomials in R commute, so the R of the next step is ZRZ:
-    products of (m, m) matrices only, cheaper than XXᵀ if n is large. Rounding would build up, so every other R is
-    computed from X: five steps take 2 + 1 + 2. With coefficients other than Jordan's, every R is."""
-    Y, (m, n) = torch.empty_like(X), X.shape[-2:]
-    jordan, pair = tuple(coefficients) == JORDAN, False
+    products of (m, m) matrices only, cheaper than XXᵀ if n is large. Rounding would build up, so two steps that share
+    an XXᵀ are followed by one alone: five are 2 + 1 + 2. With coefficients other than Jordan's, all are alone."""
+    m, n = X.shape[-2:]
+    Y, jordan, pair = torch.empty_like(X), tuple(coefficients) == JORDAN, False
     given = [coefficients] if isinstance(coefficients[0], (int, float)) else [*coefficients]
     todo = (given + given[-1:] * steps)[:steps]  # the last one serves all further steps
     shift = 1 / m  # the mean of R's diagonal, as |X|_F = 1; later 0.2, or 0.5 for other coefficients, is near enough
@@ -54,7 +49,7 @@ def newton_schulz_gram(X, steps=5, coefficients=JORDAN):
         R = Shifted(shift, X @ X.mT)
         R.rest.diagonal(dim1=-2, dim2=-1).sub_(shift)
         Z = polynomial(R, todo.pop(0))
-        pair = jordan and n >= 2 * m and bool(todo) and not pair  # does this R serve two steps?
+        pair = jordan and n >= 2 * m and bool(todo) and not pair  # do this step and the next share XXᵀ?
         if pair:
             next_R = product(product(R, Z), Z)
             Z = product(Z, polynomial(next_R, todo.pop(0)))  # of both steps
@@ -73,7 +68,7 @@ def polynomial(R, triple):
     return Shifted(a + b * r + c * r**2, torch.baddbmm(E, E, E, beta=b + 2 * c * r, alpha=c))
 
 def product(A, B):
-    """AB; B.number must not be 0."""
+    """AB. B is a polynomial with Jordan's triple, whose number is never 0."""
     rest = torch.add(A.rest, B.rest, alpha=A.number / B.number)
     return Shifted(A.number * B.number, rest.baddbmm_(A.rest, B.rest, beta=B.number))
 
@@ -82,7 +77,7 @@ def upcast(t):
     return t.to(torch.promote_types(t.dtype, torch.float32))
 
 def frobenius_norm(X, mesh=None):
-    """The norm of each matrix: (..., m, n) to (..., 1, 1); of all its rows, where ranks of a mesh share them."""
+    """The norm of each matrix, (..., 1, 1); of all its rows, where the ranks of a mesh have (..., some, n) each."""
     squares = X.square().sum((-2, -1), keepdim=True)
     return (squares if mesh is None else sum_over(mesh, squares)).sqrt()
 
@@ -90,8 +85,7 @@ def frobenius_norm(X, mesh=None):
 # proxy(G, S, h) -> (what Newton-Schulz gets, new state), and for some after(O, G, S, h) -> (O, new state)
 #
 # G, O and the buffers of S are (k, m, n), k matrices at once; S["step"] is t, (k, 1, 1), 1 at the first step. h has the
-# parameter group's options, numbers as tensors (), so that a new value does not recompile. With an h["mesh"], the m rows
-# are those of this rank: what concerns whole matrices takes a sum over ranks, as frobenius_norm does.
+# group's options. With an h["mesh"] the rows are those of this rank: what concerns whole matrices takes a sum over it.
 
 def muon(G, S, h):
     """Muon (Jordan et al., 2024): its momentum is a sum; the variance-adaptive rules use an average."""
@@ -122,7 +116,8 @@ def muon_vs(G, S, h):
 
 def muon_nsr_post(G, S, h):
     """Muon-NSR-Reshuffled, the paper's Algorithm 2: Muon-NSR's gate moved behind Newton-Schulz."""
-    beta, (_, S_new) = h["momentum"], muon_nsr(G, S, h)
+    _, S_new = muon_nsr(G, S, h)
+    beta = h["momentum"]
     M_hat = S_new["momentum"] / (1 - beta ** S["step"])
     M_tilde = G + beta / (1 - beta) * M_hat if h["nesterov"] else M_hat
     return M_tilde, S_new
@@ -156,8 +151,7 @@ def muon2(G, S, h):
     V = h["beta2"] * S["second_moment"] + (1 - h["beta2"]) * G**2
     return M_tilde / (V.sqrt() + h["eps"]), S_new | {"second_moment": V}
 
-# A new variant: a rule above and a line here. A new hyperparameter: an argument of Muon, which rules find in h; in the
-# train scripts it is a global too, which build_optimizers passes on.
+# A new variant: a rule above and a line here. A new hyperparameter: an argument of Muon, which rules find in h.
 Variant = namedtuple("Variant", "proxy state after", defaults=[None])  # state: a buffer's name -> its shape
 VARIANTS = {
     "muon": Variant(muon, {"momentum": "mn"}),
@@ -179,7 +173,7 @@ UPDATE_SCALES = {  # s of an (m, n) matrix, by adjust_lr_fn
 # Compiled and in place, on k matrices; where skip, (k, 1, 1), is 1, weights and state stay.
 
 def before_pass(proxy, h, G, S, skip, X):
-    """Updates S; writes the normalised proxy to X, transposed if it is tall."""
+    """Updates S; writes the proxy to X: of whole matrices normalised, and transposed if it is tall."""
     S["step"].add_(1 - skip)
     Y, S_new = proxy(upcast(G), {name: upcast(s) for name, s in S.items()}, h)
     store(S_new, S, skip)
@@ -218,10 +212,9 @@ def run_compiled(function, group, rule, h, G, *args):
     return function(rule, h, G, *args)
 
 # ---- The optimizer ---------------------------------------------------------------------------------------------------
-
-# Parameters of a group that are alike. shares[r] are those that rank r orthogonalises; this one is rank. state: buffers
-# (k, ..., m, n) of this rank's share or, if a mesh shards the matrices by rows, of its rows of all; rank r has rows[r].
-Bucket = namedtuple("Bucket", "group mesh rank shares rows state")
+# Parameters of a group that are alike. shares[r] are those that rank r orthogonalises. kept are those that have state
+# here, buffers (k, ..., m, n): this rank's share or, if a mesh shards matrices by rows, all, of which it has some rows.
+Bucket = namedtuple("Bucket", "group mesh rank shares kept state")
 
 class Muon(torch.optim.Optimizer):
     """Muon and its variants for the matrices inside a network, (m, n) or, as batches of matrices, (..., m, n). Not for
@@ -230,18 +223,16 @@ class Muon(torch.optim.Optimizer):
     lr: η, in units of adjust_lr_fn, named as in torch.optim.Muon: "original" s = √max(1, m/n); "match_rms_adamw"
         s = 0.2 √max(m, n), for learning rates tuned for AdamW; and "frobenius" s = 0.2 √(mn) / |O|_F, AdaMuon's own.
     variant: a key of VARIANTS. momentum: β. gamma: γ of muon-nsr and muon-nsr-post. beta2: β₂ of normuon and muon2.
-    weight_decay: λ, times η but not s. eps: ε of all but muon.
-    ns_steps, ns_eps, ns_dtype, ns_coefficients: see newton_schulz.
+    weight_decay: λ, times η but not s. eps: ε of all but muon. ns_...: see newton_schulz.
     state_dtype: of the buffers, None for fp32 (fp64 for fp64 parameters); in bf16 averages with β above 0.996 stall.
     compile: the passes around Newton-Schulz; they run eagerly, after one warning, where no compiler works.
     found_inf, an attribute: as GradScaler gives it to torch's fused AdamW; where this tensor () is 1, nothing changes.
 
     With a process group each rank keeps the state of, and updates, its share of the parameters; then all have the same
     bits. Gradients must be the same on all ranks, as under DistributedDataParallel. To save, call full_state_dict() on
-    all ranks; to resume, at any number of ranks, give what it returned on rank 0 to load_state_dict() on each.
-    Matrices may be DTensors sharded by rows, as FSDP2's fully_shard makes them; their state is then sharded too.
-    Raises ValueError for an unknown variant or adjust_lr_fn, a negative number, what is no floating-point matrix, and
-    any other DTensor."""
+    all ranks; to resume, at any number of ranks, give what it returned on rank 0 to load_state_dict() on each. Matrices
+    may be DTensors sharded by rows, as FSDP2's fully_shard makes them; their state is then sharded too. Raises
+    ValueError for what is no such matrix, and options that cannot be."""
 
     def __init__(self, params, lr=1e-3, variant="muon-vs", momentum=0.95, weight_decay=0.1, gamma=10.0, beta2=0.95,
                  eps=1e-8, nesterov=True, ns_steps=5, ns_eps=1e-7, ns_dtype=torch.bfloat16, ns_coefficients=JORDAN,
@@ -264,12 +255,11 @@ class Muon(torch.optim.Optimizer):
                 raise ValueError(f"{name} is {group[name]}, expected at least 0, and momentum below 1")
         for p in group["params"]:
             if p.ndim < 2 or not p.numel() or not p.is_floating_point():
-                raise ValueError(f"found a parameter of shape {tuple(p.shape)} and {p.dtype}, expected floating-point "
-                                 "matrices: give vectors, embeddings and the output head to torch.optim.AdamW")
-            mesh = mesh_of(p)
-            if mesh is not None and (p.ndim, mesh.ndim, p.placements) != (2, 1, (Shard(0),)):
-                raise ValueError(f"found a DTensor of shape {tuple(p.shape)} with {p.placements} on {mesh}, "
-                                 "expected a matrix with Shard(0) on a mesh of one dimension, as fully_shard makes it")
+                raise ValueError(f"found {p.dtype} of shape {tuple(p.shape)}, expected floating-point matrices; "
+                                 "vectors, embeddings and the output head are for torch.optim.AdamW")
+            if isinstance(p, DTensor) and (p.ndim, p.device_mesh.ndim, p.placements) != (2, 1, (Shard(0),)):
+                raise ValueError(f"found {p.placements} on {p.device_mesh}, expected a matrix with Shard(0) on a mesh "
+                                 "of one dimension, as fully_shard makes it")
         self.param_groups.append(group)
         self._plan = None
 
@@ -287,33 +277,34 @@ class Muon(torch.optim.Optimizer):
         """The buckets, made anew after a change of groups or of state. From then on they hold the state, and
         self.state[p] has views of it. They do not depend on gradients: all ranks take part in the same exchanges."""
         if self._plan is None:
-            self._plan, load = [], [0] * rank_and_world()[1]
+            self._plan, load = [], [0] * rank_and_world()[1]  # work of each rank
             for group in self.param_groups:
                 for params in alike(group["params"], len(load)):
                     mesh = mesh_of(params[0])
-                    rank, world = rank_and_world(mesh)
+                    rank, world = rank_and_world() if mesh is None else (mesh.get_local_rank(), mesh.size())
                     shares = [[] for _ in range(world)]
                     for p in params:
-                        r = min(range(world), key=load.__getitem__)  # the rank with the least work so far
+                        r = load.index(min(load[:world]))  # the rank with the least work so far
                         shares[r].append(p)
                         load[r] += work(p)
                     kept = shares[rank] if mesh is None else sum(shares, [])
-                    old = {p: self.state.pop(p, {}) for p in params}
                     state = zero_state(group, local(params[0]), len(kept))
+                    old = {p: self.state.pop(p, {}) for p in params}
                     for name, buffer in state.items():
                         for p, row in zip(kept, buffer):
                             row.copy_(local(old[p].get(name, row)))  # or 0, where it has none
-                            self.state[p][name] = row if name == "step" else as_rows_of(p, row)
-                    self._plan.append(Bucket(group, mesh, rank, shares, rows_of_ranks(params[0], world), state))
+                            if mesh is not None and name != "step":
+                                shape, stride = (p.size(0), row.size(1)), (row.size(1), 1)
+                                row = DTensor.from_local(row, mesh, p.placements, shape=shape, stride=stride)
+                            self.state[p][name] = row
+                    self._plan.append(Bucket(group, mesh, rank, shares, kept, state))
         return self._plan
 
     def state_dict(self):
         """torch's. With several ranks it has, and says so, this rank's share alone: save full_state_dict() instead."""
-        rank, world = rank_and_world()
-        shared = world > 1 and any(bucket.mesh is None for bucket in self._plan or ())
-        return super().state_dict() | ({"share": [rank, world]} if shared else {})
+        shared = any(mesh_of(p) is None for group in self.param_groups for p in group["params"])
+        return super().state_dict() | ({"share": rank_and_world()} if shared and rank_and_world() != (0, 1) else {})
 
-    @torch.no_grad()
     def full_state_dict(self):
         """The whole state, on the CPU, to rank 0; {} to the others. All ranks must call it."""
         (rank, world), result = rank_and_world(), super().state_dict()
@@ -328,76 +319,32 @@ class Muon(torch.optim.Optimizer):
                     result["state"][index[p]] = {name: whole_on_cpu(buffer) for name, buffer in state.items()}
         return result if rank == 0 else {}
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict):
         """Takes the hyperparameters, and this rank's share of a whole state that was saved at any number of ranks.
         Raises ValueError for a state of another model or variant, or another rank's share."""
-        rank, world = rank_and_world()
-        if state_dict.get("share", [rank, world]) != [rank, world]:
+        if state_dict.get("share", rank_and_world()) != rank_and_world():
             raise ValueError("the state is one rank's share: save what full_state_dict() returns on rank 0")
-        groups, state = [self.defaults | group for group in state_dict["param_groups"]], {}  # older ones lack options
-        for own, other in zip(self.param_groups, groups):
+        groups, state = [], {}
+        for own, other in zip(self.param_groups, state_dict["param_groups"]):
+            groups.append(own | other | {"compile": own["compile"]})  # older states lack options
             for p, i in zip(own["params"], other["params"]):
                 state[p] = {name: t if name == "step" else sharded_like(t, p)
                             for name, t in state_dict["state"].get(i, {}).items()}
-                found = {name: tuple(t.shape) for name, t in state[p].items()}
-                expected = {name: tuple(t.shape) for name, t in zero_state(own, p, device="meta").items()}
+                found, expected = ({name: tuple(t.shape) for name, t in buffers.items()}
+                                   for buffers in (state[p], zero_state(own, p, device="meta")))
                 if other["variant"] != own["variant"] or found and found != expected:
-                    raise ValueError(f"the state of {other['variant']} has {found}, that of {own['variant']} here "
-                                     f"{expected}: it is of another model or variant")
+                    raise ValueError(f"the state is of another model or variant: of {other['variant']} with {found}, "
+                                     f"here {own['variant']} has {expected}")
         super().load_state_dict({"state": {}, "param_groups": groups})  # torch would cast buffers
         self.state.update(state)
         self._plan = None
         self._buckets()  # copies what this rank keeps
 
-def rank_and_world(mesh=None):
-    if mesh is not None:
-        return mesh.get_local_rank(), mesh.size()
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
-
-def dtype_of(group, name):
-    return getattr(torch, str(group[name]).removeprefix("torch."), None)
-
-def step_shares(buckets, found_inf):
-    """Each rank updates its share of the matrices; those of a bucket are on their way while the next is computed."""
-    handles = []
-    for bucket in buckets:
-        update(bucket, found_inf)
-        if len(bucket.shares) > 1:
-            handles += [dist.broadcast(p, owner, async_op=True)
-                        for owner, share in enumerate(bucket.shares) for p in share]
-    for handle in handles:
-        handle.wait()
-
-def update(bucket, found_inf):
-    """Updates this rank's share of a bucket. Newton-Schulz takes all matrices at once, and so do the passes around
-    it on a GPU, where launches cost. On a CPU, where copies cost, they take one at a time, in place."""
-    group, variant, params = bucket.group, VARIANTS[bucket.group["variant"]], bucket.shares[bucket.rank]
-    if all(p.grad is None for p in params):
-        return
-    p = params[0]
-    h, (gradients, skip) = hyperparameters(group, p), gradients_and_skip(params, found_inf)
-    k = len(params) if p.is_cuda else 1  # in a pass
-    G, W = ([torch.stack(ts)] if k > 1 else [t[None] for t in ts] for ts in (gradients, params))
-    S = [{name: buffer[i:i + k] for name, buffer in bucket.state.items()} for i in range(0, len(params), k)]
-    X = p.new_empty(len(params), *p.shape[:-2], *sorted(p.shape[-2:]), dtype=dtype_of(group, "ns_dtype"))
-    for args in zip(G, S, skip.split(k), X.split(k)):
-        run_compiled(before_pass, group, variant.proxy, h, *args)
-    O = newton_schulz_gram(X.flatten(0, -3), group["ns_steps"], group["ns_coefficients"]).view(X.shape)
-    for args in zip(G, S, skip.split(k), O.split(k), W):
-        run_compiled(after_pass, group, variant.after, h, *args)
-    if k > 1:
-        torch._foreach_copy_(params, list(W[0]))
-
-def gradients_and_skip(params, found_inf):
-    """Of each parameter, or its rows here: the gradient, or 0; and 1 where nothing shall change, (k, 1, 1)."""
-    skip = torch.zeros([1] * params[0].ndim, device=params[0].device) + found_inf
-    skips = [torch.ones_like(skip) if p.grad is None else skip for p in params]
-    return [local(torch.zeros_like(p) if p.grad is None else p.grad) for p in params], torch.stack(skips)
+def rank_and_world():
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 def alike(params, world):
-    """Lists of parameters of one shape, dtype and device, the largest matrices first. A list has, for each rank, 2**27
-    numbers on a GPU, and on a CPU what fits its cache."""
+    """Lists of like parameters, the largest first: of 2**27 numbers on a GPU, on a CPU of 2**20 a rank, its cache."""
     kinds = {}
     for p in params:
         kinds.setdefault((p.shape, p.dtype, p.device, mesh_of(p)), []).append(p)
@@ -408,66 +355,97 @@ def alike(params, world):
 
 def work(p):
     """Cost of Newton-Schulz, up to a factor."""
-    m, n = sorted(p.shape[-2:])
-    return p.numel() // n * m * (2 * n + m)
+    return p.numel() * min(p.shape[-2:])
 
 def zero_state(group, p, *k, device=None):
     """The state of p before its first step, or of k parameters like it, (k, ...) each."""
     full, size = torch.promote_types(p.dtype, torch.float32), {"m": p.size(-2), "n": p.size(-1), "1": 1}
     state = {}
     for name, dims in {"step": "11", **VARIANTS[group["variant"]].state}.items():
-        dtype = full if name == "step" else dtype_of(group, "state_dtype") or full
+        dtype = full if name == "step" else getattr(torch, group["state_dtype"], full)
         shape = *k, *p.shape[:-2], *(size[d] for d in dims)
         state[name] = torch.zeros(shape, dtype=dtype, device=device or p.device)
     return state
 
+def step_shares(buckets, found_inf):
+    """Each rank updates its share of the matrices; those of a bucket are on their way while the next is computed."""
+    handles = []
+    for bucket in buckets:
+        if any(p.grad is not None for p in bucket.kept):
+            X, passes = run_before(bucket, found_inf)
+            O = newton_schulz_gram(X.flatten(0, -3), bucket.group["ns_steps"], bucket.group["ns_coefficients"])
+            run_after(bucket, passes, O.view(X.shape))
+        if len(bucket.shares) > 1:
+            handles += [dist.broadcast(p, owner, async_op=True)
+                        for owner, share in enumerate(bucket.shares) for p in share]
+    for handle in handles:
+        handle.wait()
+
+def run_before(bucket, found_inf):
+    """Returns what goes to Newton-Schulz, (kept, ..., m, n), and what run_after needs of each pass. On a CPU, where
+    copies cost, a pass takes one matrix, in place; on a GPU, where launches cost, and of sharded matrices, all."""
+    group, mesh, params, like = bucket.group, bucket.mesh, bucket.kept, local(bucket.kept[0])
+    k = len(params) if like.is_cuda or mesh is not None else 1
+    h = hyperparameters(group, params[0])
+    gradients = [local(torch.zeros_like(p) if p.grad is None else p.grad) for p in params]
+    G = [torch.stack(gradients)] if k > 1 else [g[None] for g in gradients]
+    S = [{name: buffer[i:i + k] for name, buffer in bucket.state.items()} for i in range(0, len(params), k)]
+    skip = torch.zeros([1] * like.ndim, device=like.device) + found_inf
+    skip = torch.stack([torch.ones_like(skip) if p.grad is None else skip for p in params])
+    passes = [(h, *args) for args in zip(G, S, skip.split(k))]
+
+    shape = like.shape if mesh is not None else (*like.shape[:-2], *sorted(like.shape[-2:]))
+    X = like.new_empty(len(params), *shape, dtype=getattr(torch, group["ns_dtype"]))
+    for args, x in zip(passes, X.split(k)):
+        run_compiled(before_pass, group, VARIANTS[group["variant"]].proxy, *args, x)
+    return X, passes
+
+def run_after(bucket, passes, O):
+    """Updates the parameters from O, (kept, ..., m, n)."""
+    weights, k = [local(p) for p in bucket.kept], len(bucket.kept) // len(passes)
+    W = [torch.stack(weights)] if k > 1 else [w[None] for w in weights]
+    for args, o, w in zip(passes, O.split(k), W):
+        run_compiled(after_pass, bucket.group, VARIANTS[bucket.group["variant"]].after, *args, o, w)
+    if k > 1:
+        torch._foreach_copy_(weights, list(W[0]))
+
 def hyperparameters(group, p):
-    """Options for rules: numbers become tensors () on the CPU, which graphs for a GPU take too."""
-    scale = UPDATE_SCALES[group["adjust_lr_fn"]](*p.shape[-2:])
-    options = group | {"params": None, "mesh": mesh_of(p), "scale": scale}
-    dtype = torch.promote_types(p.dtype, torch.float32)
+    """h of the rules. Numbers are tensors () on the CPU, which a GPU takes too, so that new ones do not recompile."""
+    dtype, scale = torch.promote_types(p.dtype, torch.float32), UPDATE_SCALES[group["adjust_lr_fn"]](*p.shape[-2:])
     return {name: torch.as_tensor(x, dtype=dtype, device="cpu") if type(x) in (int, float, Tensor) else x
-            for name, x in options.items()}
+            for name, x in (group | {"params": None, "mesh": mesh_of(p), "scale": scale}).items()}
 
 # ---- Matrices sharded by rows, as FSDP2's fully_shard makes them -----------------------------------------------------
 # Rules act on entries, so momentum and variance live, and change, where their rows are. Newton-Schulz takes a whole
 # matrix: the rows of its proxy travel to the rank whose share it is in, and those of the result back.
 
 def step_sharded(buckets, found_inf):
-    """In three loops; what one sends for a bucket is on its way while it computes the next one."""
-    arguments, proxies, results = [], [], []
-    for group, mesh, rank, shares, rows, state in buckets:
-        params, counts = sum(shares, []), [len(share) for share in shares]
-        h, (gradients, skip) = hyperparameters(group, params[0]), gradients_and_skip(params, found_inf)
-        G = torch.stack(gradients)  # (all matrices, rows here, n)
-        X = torch.empty_like(G, dtype=dtype_of(group, "ns_dtype"))
-        run_compiled(before_pass, group, VARIANTS[group["variant"]].proxy, h, G, state, skip, X)
-        arguments.append((h, G, state, skip))
-        proxies.append(exchange(X.split(counts), [(counts[rank], m, X.size(2)) for m in rows], mesh))
-    for (group, mesh, rank, shares, rows, _), (parts, handle) in zip(buckets, proxies):
+    """In three loops: what a bucket sends is on its way while the next one is computed."""
+    sent, sent_back = [], []
+    for bucket in buckets:
+        X, passes = run_before(bucket, found_inf)  # (all matrices, rows here, n)
+        counts, (m, n) = [len(share) for share in bucket.shares], bucket.kept[0].shape
+        most = -(-m // len(counts))  # each rank has as many rows as the first, until none are left
+        rows = [min(most, max(0, m - r * most)) for r in range(len(counts))]
+        shapes = [(counts[bucket.rank], height, n) for height in rows]
+        sent.append((bucket, passes, rows, exchange(bucket.mesh, X.split(counts), shapes)))
+    for bucket, passes, rows, (parts, handle) in sent:
         handle.wait()
-        X = torch.cat(parts, 1)  # (matrices of this rank's share, m, n)
+        X, group = torch.cat(parts, 1), bucket.group  # (matrices of this rank's share, m, n)
         O = newton_schulz(X, group["ns_steps"], group["ns_eps"], X.dtype, group["ns_coefficients"])
-        results.append(exchange(O.split(rows, 1), [(len(share), rows[rank], X.size(2)) for share in shares], mesh))
-    for bucket, passed, (parts, handle) in zip(buckets, arguments, results):
+        shapes = [(len(share), rows[bucket.rank], O.size(2)) for share in bucket.shares]
+        sent_back.append((bucket, passes, exchange(bucket.mesh, O.split(rows, 1), shapes)))
+    for bucket, passes, (parts, handle) in sent_back:
         handle.wait()
-        weights = [p.to_local() for p in sum(bucket.shares, [])]
-        W = torch.stack(weights)
-        run_compiled(after_pass, bucket.group, VARIANTS[bucket.group["variant"]].after, *passed, torch.cat(parts), W)
-        torch._foreach_copy_(weights, list(W))
+        run_after(bucket, passes, torch.cat(parts))
 
-def exchange(parts, shapes, mesh):
+def exchange(mesh, parts, shapes):
     """Begins to send parts[r] to rank r. Returns the tensors that come, of shapes[r] from rank r, and a handle."""
     flat, counts = torch.cat([part.flatten() for part in parts]), [part.numel() for part in parts]
-    sizes = [math.prod(shape) for shape in shapes]
+    sizes = [torch.Size(shape).numel() for shape in shapes]
     into = flat.new_empty(sum(sizes))
     handle = dist.all_to_all_single(into, flat, sizes, counts, mesh.get_group(), async_op=True)
     return [t.view(shape) for t, shape in zip(into.split(sizes), shapes)], handle
-
-def rows_of_ranks(p, world):
-    """How many rows of p each rank has: as many as the first, until none are left."""
-    most = -(-p.size(0) // world)
-    return [min(most, max(0, p.size(0) - r * most)) for r in range(world)]
 
 @torch._dynamo.disable
 def sum_over(mesh, t):
@@ -484,12 +462,6 @@ def whole_on_cpu(t):
     """A copy of t, which may be sharded, to rank 0, and None to the others; all ranks must call it."""
     t = t.full_tensor() if isinstance(t, DTensor) else t
     return t.to("cpu", copy=True) if rank_and_world()[0] == 0 else None
-
-def as_rows_of(p, t):
-    """t, which has this rank's rows of a matrix as high as p, as a DTensor if p is one."""
-    if mesh_of(p) is None:
-        return t
-    return DTensor.from_local(t, mesh_of(p), [Shard(0)], shape=(p.size(0), t.size(1)), stride=(t.size(1), 1))
 
 def sharded_like(t, p):
     """The whole tensor t as the DTensor that p is, without communication."""

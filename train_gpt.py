@@ -6,8 +6,8 @@ Trains a GPT-2 (pre-norm, RoPE, no biases, untied head) with Muon-VS, or with an
     torchrun --standalone --nproc_per_node=8 --max-restarts=3 --shutdown-timeout=300 train_gpt.py --preset=gpt2-small \
         --resume=auto
 
-Every hyperparameter is a global below: edit it, or pass --name=value. The last line is "final val_loss:...". Shapes:
-B sequences of a micro-batch, T tokens, D model width, H heads, K head width, V vocabulary, N = B T.
+Every hyperparameter is a global below: edit it where no preset sets it, or pass --name=value. The last line is "final
+val_loss:...". Shapes: B sequences of a micro-batch, T tokens, D width, H heads, K head width, V vocabulary, N = B T.
 """
 import argparse, ctypes, functools, importlib.util, math, os, re, resource, shutil, signal, sys, time, zipfile
 from collections import Counter
@@ -24,10 +24,9 @@ from torch.utils.checkpoint import checkpoint
 import optim
 
 # ---- Globals and presets ---------------------------------------------------------------------------------------------
-
 preset = "demo"               # a key of PRESETS
 run_name = ""                 # names logs/RUN.txt and checkpoints/RUN/; default: SCRIPT-PRESET-OPTIMIZER-seedSEED
-resume = ""                   # auto: go on from this run's newest good checkpoint, if any; or PATH, or a folder of them
+resume = ""                   # auto: go on from this run's newest whole checkpoint, if any; or PATH, or a folder
 init_from = ""                # begin with the weights alone of this checkpoint
 eval_only = False             # print the validation loss of what --resume or --init_from names, and end
 # data
@@ -39,7 +38,6 @@ n_layer = 4                   # blocks
 n_head = 4                    # attention heads
 n_embd = 256                  # model width
 block_size = 256              # tokens of context
-vocab_size = 0                # rows of embedding and head; 0: the dataset's, padded to a multiple of 64
 activation_checkpointing = False  # recompute each block in the backward pass instead of keeping its activations
 # budget
 batch_size = 16               # sequences per update, over all ranks and micro-batches
@@ -82,7 +80,7 @@ compile = True                # torch.compile of blocks, loss and optimizer
 fsdp = False                  # shard weights, gradients and state by rows (FSDP2), instead of DDP
 
 LEAST = dict(n_layer=1, n_head=1, n_embd=1, block_size=1, batch_size=1, log_interval=1, eval_interval=1, max_skips=1,
-             checkpoint_interval=1, keep_checkpoints=0, vocab_size=0, max_iters=0, warmup_iters=0, micro_batch_size=0,
+             checkpoint_interval=1, keep_checkpoints=0, max_iters=0, warmup_iters=0, micro_batch_size=0,
              learning_rate=0, adam_lr=0, weight_decay=0, grad_clip=0, gamma=0, seed=0)  # smallest legal values
 
 gpt2 = dict(dataset="openwebtext", block_size=1024, batch_size=480, max_iters=100_000, learning_rate=6e-4, adam_lr=6e-4,
@@ -101,7 +99,6 @@ PRESETS = {  # "NAME/OPTIMIZER" is applied after "NAME", the command line after 
 }
 
 # ---- Configuration ---------------------------------------------------------------------------------------------------
-
 SOURCES = [Path(file).read_text(encoding="utf-8") for file in (__file__, optim.__file__)]
 GLOBALS = [name for name, value in list(globals().items()) if type(value) in (bool, int, float, str) and name[0] != "_"]
 CHOICES = dict(preset=[name for name in PRESETS if "/" not in name], optimizer=["adamw", *optim.VARIANTS],
@@ -109,11 +106,10 @@ CHOICES = dict(preset=[name for name in PRESETS if "/" not in name], optimizer=[
                dtype=["auto", "float32", "bfloat16"], param_dtype=["float32", "bfloat16"], device={"cpu", device})
 rank, local_rank, world = (int(os.environ.get(name, default)) for name, default in
                            [("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)])  # set by torchrun
-signals = []  # SIGTERM and SIGINT that came
 
 def configure(argv: list[str]) -> None:
     """Sets the globals: preset, then preset/optimizer, then --name=value."""
-    global micro_batch_size, resume
+    global micro_batch_size
     parser = argparse.ArgumentParser(usage="%(prog)s [--name=value ...]", add_help=False, allow_abbrev=False)
     parser.add_argument("-h", "--help", action="store_true")
     for name in GLOBALS:
@@ -122,11 +118,8 @@ def configure(argv: list[str]) -> None:
                             default=argparse.SUPPRESS)
     flags = vars(parser.parse_args(argv))
     wants_help = flags.pop("help")
-    name = flags.get("preset", preset)
-    settings = PRESETS[name] | PRESETS.get(f"{name}/{flags.get('optimizer', optimizer)}", {})
-    if "dataset" in flags:
-        settings["val_dataset"] = ""  # a preset's own belongs to its dataset
-    globals().update(settings | flags)
+    chosen = flags.get("preset", preset)
+    globals().update(PRESETS[chosen] | PRESETS.get(f"{chosen}/{flags.get('optimizer', optimizer)}", {}) | flags)
     if wants_help:
         comments = dict(re.findall(r"^(\w+) = .*?# (.+)$", SOURCES[0], re.M))
         lines = (f"--{name}={globals()[name]!r}".ljust(34) + comments.get(name, "") for name in GLOBALS)
@@ -139,8 +132,6 @@ def configure(argv: list[str]) -> None:
         parser.error("argument --wandb needs a package; run: pip install wandb")
     if n_embd % (2 * n_head):
         parser.error(f"argument --n_embd: found {n_embd}, expected a multiple of 2 x n_head = {2 * n_head}, for RoPE")
-    if resume and Path(resume).is_dir():
-        resume = str(max(Path(resume).glob("step_*.pt"), default=resume))  # the newest
     micro_batch_size = micro_batch_size or max(1, batch_size // world)
     if batch_size % (micro_batch_size * world):
         parser.error(f"--batch_size={batch_size}: no multiple of --micro_batch_size={micro_batch_size} x {world} ranks")
@@ -149,7 +140,6 @@ def boolean(text: str) -> bool:
     return ["false", "true"].index(text.lower()) == 1
 
 # ---- Data loader -----------------------------------------------------------------------------------------------------
-
 class Shards:
     """The token shards of a split (.bin of llm.c and modded-nanogpt: 256 int32, then uint16), cut into windows of
     block_size + 1 tokens; a shard's remainder is left out. An epoch reads every window once, in an order of its own."""
@@ -198,24 +188,22 @@ def permutation(n: int, *key: int) -> np.ndarray:
     return np.random.default_rng(key).permutation(n)
 
 # ---- Model -----------------------------------------------------------------------------------------------------------
-
 def rotate(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
     """RoPE: turns the pairs (k, k + K/2) of each head; the tables are K/2 wide."""
     a, b = x_BHTK.chunk(2, -1)
     return torch.cat([a * cos_TK - b * sin_TK, b * cos_TK + a * sin_TK], -1).type_as(x_BHTK)
 
-FUTURE_TT = torch.full((512, 512), -math.inf, dtype=torch.bfloat16).triu(1)
-
-def attend(q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor) -> Tensor:
-    """Causal attention. On a CPU plain products, of 128 queries at a time with the keys up to the last of them, take
-    less time than the fused kernel, forward and backward."""
-    q, k, v, T = q_BHTK, k_BHTK, v_BHTK, q_BHTK.size(2)
-    if q.device.type != "cpu" or T > len(FUTURE_TT):
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention, (B, H, T, K) each. On a CPU plain products, of 128 queries at a time with the keys up to the
+    last of them, take less time than the fused kernel, forward and backward."""
+    T = q.size(2)
+    if q.device.type != "cpu" or T > 512:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    future_TT = torch.full((T, T), -math.inf, dtype=q.dtype).triu(1)
     parts = []
     for i in range(0, T, 128):
         j = min(i + 128, T)
-        scores = (q[:, :, i:j] * q.size(3) ** -0.5) @ k[:, :, :j].mT + FUTURE_TT[i:j, :j].to(q.dtype)
+        scores = (q[:, :, i:j] * q.size(3) ** -0.5) @ k[:, :, :j].mT + future_TT[i:j, :j]
         weights = torch.exp(scores - scores.amax(-1, keepdim=True).detach())
         parts.append((weights @ v[:, :, :j] / optim.upcast(weights).sum(-1, keepdim=True)).type_as(v))
     return torch.cat(parts, 2)
@@ -269,29 +257,25 @@ class Model(nn.Module):
         angle_TK = np.outer(np.arange(block_size), 10_000 ** -(np.arange(0, width, 2) / width))
         self.register_buffer("cos", torch.tensor(np.cos(angle_TK), dtype=torch.float32), persistent=False)
         self.register_buffer("sin", torch.tensor(np.sin(angle_TK), dtype=torch.float32), persistent=False)
+        for name, module in self.named_modules():  # N(0, 0.02), into the residual stream N(0, 0.02 / √(2 n_layer))
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                into_stream = name.endswith(("proj", "down"))
+                nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * n_layer) if into_stream else 0.02)
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         """Mean cross-entropy in nats, a scalar; without targets the logits, (B, T, V)."""
-        x_BTD, T = self.embed(tokens_BT), tokens_BT.size(1)
-        for block in self.blocks:
-            run = functools.partial(checkpoint, block, use_reentrant=False) if activation_checkpointing else block
-            x_BTD = run(x_BTD, self.cos[:T], self.sin[:T])
-        return self.head(self.norm(x_BTD)) if targets_BT is None else self.loss(x_BTD, targets_BT)
+        with torch.autocast(device, torch.bfloat16, enabled=dtype == "bfloat16"):
+            x_BTD, T = self.embed(tokens_BT), tokens_BT.size(1)
+            for block in self.blocks:
+                run = functools.partial(checkpoint, block, use_reentrant=False) if activation_checkpointing else block
+                x_BTD = run(x_BTD, self.cos[:T], self.sin[:T])
+            return self.head(self.norm(x_BTD)) if targets_BT is None else self.loss(x_BTD, targets_BT)
 
     def loss(self, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
         """Compiled as one graph, so that fp32 logits are never stored."""
         return F.cross_entropy(self.head(self.norm(x_BTD)).flatten(0, 1).float(), targets_BT.flatten())
 
-# ---- Initialisation, optimizers, schedule ----------------------------------------------------------------------------
-
-@torch.no_grad()
-def initialise(model: Model) -> None:
-    """N(0, 0.02), of projections into the residual stream N(0, 0.02 / √(2 n_layer)); gains are 1."""
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.Linear, nn.Embedding)):
-            into_stream = name.endswith(("proj", "down"))
-            module.weight.normal_(std=0.02 / math.sqrt(2 * n_layer) if into_stream else 0.02)
-
+# ---- Optimizers and schedule -----------------------------------------------------------------------------------------
 def build_optimizers(model: Model) -> list[torch.optim.Optimizer]:
     """Muon for the weights of Linears inside blocks and AdamW for the rest, or AdamW for all."""
     matrices = [module.weight for module in model.blocks.modules() if isinstance(module, nn.Linear)]
@@ -347,7 +331,6 @@ def lr_factor(step: int) -> float:
     return 1.0
 
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
-
 @torch.no_grad()
 def evaluate(model: Model, shards: Shards) -> tuple[float, float]:
     """Mean cross-entropy (nats per token) and accuracy over the first val_tokens, whatever the batch and world size."""
@@ -356,8 +339,7 @@ def evaluate(model: Model, shards: Shards) -> tuple[float, float]:
     mine, sums = range(rank, total, world), torch.zeros(2, dtype=torch.float64, device=device)
     for i in range(0, -(-total // world), micro_batch_size):  # as many on all ranks, for FSDP
         x_BT, y_BT = shards.read(mine[i:i + micro_batch_size])
-        with torch.autocast(device, torch.bfloat16, enabled=dtype == "bfloat16"):
-            logits_NV = model(x_BT).flatten(0, 1)
+        logits_NV = model(x_BT).flatten(0, 1)
         for logits, y in zip(logits_NV.split(2048), y_BT.flatten().split(2048)):  # in parts: fp32 copies stay small
             sums[0] += F.cross_entropy(logits.float(), y, reduction="sum")
             sums[1] += (logits.argmax(-1) == y).sum()
@@ -366,16 +348,13 @@ def evaluate(model: Model, shards: Shards) -> tuple[float, float]:
     model.train()
     return tuple((sums / (total * block_size)).tolist())
 
-def flops_per_token(model: Model) -> int:
-    """Of forward and backward: 6 per matrix parameter, 12 n_layer D T for attention (PaLM, appendix B)."""
-    matrices = sum(p.numel() for p in model.blocks.parameters() if p.ndim == 2) + model.head.weight.numel()
-    return 6 * matrices + 12 * n_layer * n_embd * block_size
-
 def mfu(model: Model, tokens_per_s: float) -> str:
-    """Model FLOPs utilisation, where the GPU's dense bf16 peak is known."""
-    peaks = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100-SXM4-80GB": 312e12}
-    peak = peaks.get(hardware())
-    return f"{tokens_per_s * flops_per_token(model) / (peak * world):.3f}" if peak else "n/a"
+    """Model FLOPs utilisation, where the GPU's dense bf16 peak is known; of a token forward and backward, 6 per matrix
+    parameter and 12 n_layer D T for attention (PaLM, appendix B)."""
+    peak = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100-SXM4-80GB": 312e12}.get(hardware())
+    matrices = sum(p.numel() for p in model.blocks.parameters() if p.ndim == 2) + model.head.weight.numel()
+    flops = 6 * matrices + 12 * n_layer * n_embd * block_size
+    return f"{tokens_per_s * flops / (peak * world):.3f}" if peak else "n/a"
 
 def hardware() -> str:
     cpu = f"{torch.cpu.get_capabilities().get('cpu_name', 'CPU')}, {torch.get_num_threads()} threads a rank"
@@ -389,11 +368,8 @@ def fast_bf16() -> bool:
     return cpu.get("amx_bf16", False) or cpu.get("avx512_bf16", False) and "AMD" in cpu["cpu_name"]
 
 # ---- Checkpoints -----------------------------------------------------------------------------------------------------
-
 def save_checkpoint(folder: Path, content: dict) -> None:
-    """Writes step_N.pt whole or not at all, then removes the oldest; on rank 0 alone."""
-    if rank > 0:
-        return
+    """Writes step_N.pt whole or not at all, then removes the oldest."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step_{content['step']:08d}.pt"
     temporary = path.with_suffix(".tmp")
@@ -409,31 +385,35 @@ def save_checkpoint(folder: Path, content: dict) -> None:
         old.unlink()
 
 def newest_first(folder: Path) -> list[Path]:
-    return sorted(folder.glob("step_*.pt"), reverse=True)
+    return sorted(folder.glob("step_[0-9]*.pt"), reverse=True)
 
 def find_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint of --resume=PATH, for --resume=auto the newest in `folder`, else that of --init_from: a whole one,
-    by the checksums that torch.save wrote into it. None if the run begins anew."""
-    paths = newest_first(folder) if resume == "auto" else [Path(resume)] if resume else []
-    if init_from and not paths:
-        paths = [Path(init_from)]
+    """The newest checkpoint that is whole, by the checksums that torch.save wrote into it: in `folder`, this run's, for
+    --resume=auto and when torchrun has restarted a run with --resume; else of --resume=PATH, else of --init_from."""
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    paths = newest_first(folder) if resume == "auto" or resume and restarted else []
+    if resume not in ("", "auto"):
+        paths = paths or newest_first(Path(resume)) or [Path(resume)]
+    elif init_from:
+        paths = paths or [Path(init_from)]
     for path in paths:
         try:
             problem = zipfile.ZipFile(path).testzip()
+            if not problem:
+                return path
         except Exception as error:  # a damaged file may raise nearly any
             problem = error
-        if not problem:
-            return path
-        print(f"passing over {path}, which is damaged: {problem}", file=sys.stderr)
+        print(f"passing over {path}, which cannot be read: {problem}", file=sys.stderr)
     if paths:
-        sys.exit(f"cannot resume from {path}: {problem}; give another path, or begin with a new --run_name")
+        sys.exit(f"found no checkpoint to begin from, last {path}: {problem}; give another path or --run_name")
 
 def load_checkpoint(path: Path, model: Model, optimizers: list[torch.optim.Optimizer]) -> dict:
     """Loads weights and, by the parameters' names, optimizer state. Returns where the run goes on."""
-    saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    if different := saved["model"].keys() ^ model.state_dict().keys():
-        sys.exit(f"{path} is of another model, as only one of both has {', '.join(sorted(different))}")
-    model.load_state_dict({name: optim.sharded_like(saved["model"][name], p) for name, p in model.state_dict().items()})
+    saved, own = torch.load(path, map_location="cpu", weights_only=True, mmap=True), model.state_dict()
+    shapes, own_shapes = ({(name, t.shape) for name, t in weights.items()} for weights in (saved["model"], own))
+    if different := {name for name, _ in shapes ^ own_shapes}:
+        sys.exit(f"{path} is of another model, which differs in {', '.join(sorted(different))}")
+    model.load_state_dict({name: optim.sharded_like(saved["model"][name], p) for name, p in own.items()})
     if eval_only or path == Path(init_from):  # weights only
         return {}
     if saved["globals"]["optimizer"] != optimizer:
@@ -450,12 +430,10 @@ def whole_state(model: Model, optimizers: list[torch.optim.Optimizer]) -> dict:
     """Weights, and the optimizers' buffers by their parameter's name, on rank 0; all ranks have to call it."""
     state = {"model": {name: optim.whole_on_cpu(p) for name, p in model.state_dict().items()}, "optimizer": {}}
     for opt in optimizers:
-        if isinstance(opt, optim.Muon):
-            buffers = opt.full_state_dict().get("state", {})
-        else:
-            buffers = {i: {key: optim.whole_on_cpu(t) for key, t in ts.items()}
-                       for i, ts in opt.state_dict()["state"].items()}
-        state["optimizer"] |= {name: buffers.get(i) for i, (name, _) in enumerate(named_parameters(model, opt))}
+        full = opt.full_state_dict().get("state", {}) if isinstance(opt, optim.Muon) else {}
+        for i, (name, p) in enumerate(named_parameters(model, opt)):
+            own = {} if isinstance(opt, optim.Muon) else opt.state[p]
+            state["optimizer"][name] = full.get(i) or {key: optim.whole_on_cpu(t) for key, t in own.items()}
     return state
 
 def named_parameters(model: Model, opt: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
@@ -463,16 +441,18 @@ def named_parameters(model: Model, opt: torch.optim.Optimizer) -> list[tuple[str
     return [(names[p], p) for group in opt.param_groups for p in group["params"]]
 
 # ---- Main ------------------------------------------------------------------------------------------------------------
-
 def init_ranks() -> None:
-    """Takes this rank's GPU or share of the cores, sets dtype by what it is fast at, and joins the other ranks."""
-    global dtype
+    """Takes this rank's GPU or share of the cores, sees what it is capable of, and joins the other ranks."""
+    global compile, dtype
     if device == "cuda":
         torch.cuda.set_device(local_rank)
         torch.backends.cuda.matmul.allow_tf32 = True
     elif sys.platform == "linux":  # glibc shall keep freed memory: mapping it again takes a tenth of an update
         for option, value in (-4, 0), (-1, -1), (-2, 2**28):  # M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD
             ctypes.CDLL(None).mallopt(option, value)
+    if compile and device == "cpu" and not shutil.which(torch._inductor.config.cpp.cxx[-1]):
+        print("runs uncompiled, so slower, as there is no C++ compiler", file=sys.stderr)
+        compile = False
     if dtype == "auto":
         dtype = "bfloat16" if param_dtype == "bfloat16" or fast_bf16() else "float32"
     if world > 1:
@@ -483,18 +463,16 @@ def init_ranks() -> None:
         dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=world)
 
 def build_model(vocab: int) -> Model:
-    global compile
     torch.manual_seed(seed)
     model = Model(vocab)
-    initialise(model)
     for p in model.parameters():  # not RoPE's tables
         p.data = p.data.to(getattr(torch, param_dtype))
-    if fsdp and world > 1:
-        apply_fsdp(model)
+    if fsdp and world > 1:  # a rank keeps its rows; a block's are gathered while it computes, in bf16 under autocast
+        gathered = torch.bfloat16 if dtype == "bfloat16" else None
+        for block in model.blocks:
+            fully_shard(block, mp_policy=MixedPrecisionPolicy(gathered, torch.float32, cast_forward_inputs=False))
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
     model.to(device)
-    if compile and device == "cpu" and not shutil.which(torch._inductor.config.cpp.cxx[-1]):
-        print("runs uncompiled, so slower, as there is no C++ compiler", file=sys.stderr)
-        compile = False
     if compile:  # a block at a time: all share one graph
         torch._dynamo.config.optimize_ddp = False  # it would cut that graph; gradients leave block by block anyway
         for block in model.blocks:
@@ -502,22 +480,11 @@ def build_model(vocab: int) -> Model:
         model.loss = torch.compile(model.loss, dynamic=False)
     return model
 
-def apply_fsdp(model: Model) -> None:
-    """Leaves each rank its rows of every parameter. A block's are gathered while it computes, in bf16 under autocast;
-    the others as they are, so that the residual stream stays fp32."""
-    mesh = dist.init_device_mesh(device, (world,))
-    gathered = torch.bfloat16 if dtype == "bfloat16" else None
-    policy = MixedPrecisionPolicy(gathered, torch.float32, cast_forward_inputs=False)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
-
 def open_log(path: Path, facts: str, settings: dict):
     """Returns log(line), which prints, appends to the file, and sends figures to --wandb. A new file begins with the
     sources, `facts`, which are printed too, and all globals."""
     if wandb:
-        import wandb as client
-        tracker = client.init(project=wandb, id=path.stem, resume="allow", config=settings)
+        tracker = importlib.import_module("wandb").init(project=wandb, id=path.stem, resume="allow", config=settings)
     print(facts, end="")
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
@@ -543,8 +510,7 @@ def update(step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer],
         if world > 1:  # reduce gradients once
             reduce = k == accumulate - 1
             model.set_requires_gradient_sync(reduce) if fsdp else setattr(model, "require_backward_grad_sync", reduce)
-        with torch.autocast(device, torch.bfloat16, enabled=dtype == "bfloat16"):
-            part = model(x_BT, y_BT) / accumulate
+        part = model(x_BT, y_BT) / accumulate
         part.backward()
         loss += part.detach()
     norm = nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
@@ -557,22 +523,22 @@ def update(step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer],
         opt.zero_grad()
     return loss, norm, skipped
 
+signals = []  # SIGTERM and SIGINT that came
+
 def on_signal(number: int, frame) -> None:
-    """The run saves and stops at its next log line; a second Ctrl-C ends it at once. torchrun sends both signals."""
-    if number == signal.SIGINT and number in signals:
-        raise KeyboardInterrupt
+    """The run saves and stops at its next log line; a second Ctrl-C ends it at once."""
     signals.append(number)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def main(argv: list[str]) -> None:
     # data, and the checkpoint to go on from
     configure(argv)
     init_ranks()
     train_shards, val_shards = Shards(dataset, "train"), Shards(val_dataset or dataset, "val")
-    vocab = vocab_size or -(-train_shards.vocab // 64) * 64
-    if train_shards.vocab != val_shards.vocab or train_shards.vocab > vocab:
-        sys.exit(f"the training shards have {train_shards.vocab} token ids, the validation shards {val_shards.vocab}, "
-                 f"the model {vocab}; prepare both with one tokenizer and leave --vocab_size at 0")
-    run = run_name or Path(resume).parent.name or f"{Path(__file__).stem}-{preset}-{optimizer}-seed{seed}"
+    if train_shards.vocab != val_shards.vocab:
+        sys.exit(f"found {train_shards.vocab} token ids to train on, {val_shards.vocab} to validate: use one tokenizer")
+    resume_folder = Path(resume) if Path(resume).is_dir() else Path(resume).parent
+    run = run_name or resume_folder.name or f"{Path(__file__).stem}-{preset}-{optimizer}-seed{seed}"
     log_path, checkpoint_folder = Path("logs", f"{run}.txt"), Path("checkpoints", run)
     if log_path.exists() and not resume and not eval_only and rank == 0:
         sys.exit(f"{log_path} exists; give another --run_name, or go on with --resume=auto")
@@ -584,7 +550,7 @@ def main(argv: list[str]) -> None:
 
     # model and optimizers
     begin = time.perf_counter()
-    model = build_model(vocab)
+    model = build_model(-(-train_shards.vocab // 64) * 64)  # rows of embedding and head
     optimizers = build_optimizers(model)
     settings = {name: globals()[name] for name in GLOBALS}
     start = dict(step=0, train_time=0.0, skipped=0, globals=settings)
@@ -595,6 +561,9 @@ def main(argv: list[str]) -> None:
         if rank == 0:
             print(f"val_loss:{val_loss:.5f} val_acc:{val_acc:.4f}")
         return
+    for path in newest_first(checkpoint_folder) if rank == 0 else ():
+        if int(path.stem[5:]) > start["step"]:  # the run goes back to before it, or begins anew
+            path.rename(path.with_suffix(".abandoned"))
     facts = (f"torch: {torch.__version__}\nhardware: {hardware()}\nworld_size: {world}\nstarted: {time.ctime()}\n"
              f"parameters: {sum(p.numel() for p in model.parameters())}\n{parameter_table(model, optimizers)}\n")
     parallel = model
@@ -610,9 +579,6 @@ def main(argv: list[str]) -> None:
         old = start["globals"] | {"resume": resume}
         changed = ",".join(f"{name}={value}" for name, value in settings.items() if old.get(name) != value)
         log(f"resumed:step:{first_step} world_size:{world} changed:{changed}")
-        for path in newest_first(checkpoint_folder) if rank == 0 else ():
-            if int(path.stem[5:]) > first_step:  # the run went back to before it
-                path.rename(path.with_suffix(".abandoned"))
 
     # training: updates, and pauses between them, in which the clock stops
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -621,11 +587,9 @@ def main(argv: list[str]) -> None:
     while True:
         last = step >= max_iters
         validating = last or step % eval_interval == 0
-        saving = last or step % checkpoint_interval == 0
         val_loss, val_acc = evaluate(model, val_shards) if validating else (0.0, 0.0)
-        line = f"step:{step}/{max_iters}" + f" val_loss:{val_loss:.5f}" * validating
-        line += f" train_time:{train_time:.3f}s step_avg:{1000 * train_time / max(1, step):.2f}ms"
-        line += f" val_acc:{val_acc:.4f}" * validating
+        line = (f"step:{step}/{max_iters}" + f" val_loss:{val_loss:.5f}" * validating + f" train_time:{train_time:.3f}s"
+                f" step_avg:{1000 * train_time / max(1, step):.2f}ms" + f" val_acc:{val_acc:.4f}" * validating)
         stop = False
         if step > first_step:  # figures of the updates below
             figures = torch.stack([loss / world, torch.full_like(loss, bool(signals))])
@@ -638,12 +602,12 @@ def main(argv: list[str]) -> None:
         log(line)
         if in_a_row >= max_skips or not math.isfinite(val_loss):
             log(f"diverged: no finite loss or gradient at update {step}; try --resume=PATH and a lower --learning_rate")
-            restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
-            sys.exit(0 if restarts else 1)  # torchrun would replay it to the same end
-        if step > first_step and (saving or stop):
-            save_checkpoint(checkpoint_folder, dict(
-                whole_state(model, optimizers), step=step, train_time=train_time, skipped=skipped.item(),
-                globals=settings, script=Path(__file__).name, vocab=train_shards.vocab, eot=train_shards.eot))
+            sys.exit(0 if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) else 1)  # torchrun would replay it
+        if step > first_step and (last or stop or step % checkpoint_interval == 0):
+            content = dict(whole_state(model, optimizers), step=step, train_time=train_time, skipped=skipped.item(),
+                           globals=settings, script=Path(__file__).name, vocab=val_shards.vocab, eot=val_shards.eot)
+            if rank == 0:
+                save_checkpoint(checkpoint_folder, content)
         if last or stop:
             break
         next_pause = min(max_iters, *((step // n + 1) * n for n in (log_interval, eval_interval, checkpoint_interval)))

@@ -65,17 +65,20 @@ def test_gelu_is_torchs_tanh_form():
 def test_flops_are_what_torch_counts():
     """With a context of 128, where the plain products do not skip the future, which is counted as in the PaLM paper."""
     t = fresh(**TINY | dict(n_layer=2, block_size=128))
-    model, x = t.Model(320), torch.zeros(2, 128, dtype=torch.int64)
+    model, x, t.hardware = t.Model(320), torch.zeros(2, 128, dtype=torch.int64), lambda: "NVIDIA H200"
     with FlopCounterMode(display=False) as counter:
         model(x, x).backward()
-    assert counter.get_total_flops() == 256 * t.flops_per_token(model)
+    assert counter.get_total_flops() == 256 * float(t.mfu(model, 989e12))  # at a token for each FLOP of its peak
 
 def test_initial_weights_and_every_parameter_in_one_group():
     """A fork's scalars and small matrices stay as they are, and are AdamW's."""
     t = fresh(n_layer=8)
+    class Block(t.Block):
+        def __init__(self):
+            super().__init__()
+            self.scale, self.mix = (torch.nn.Parameter(torch.ones(shape)) for shape in ((), (2, 1)))
+    t.Block = Block
     model = t.Model(320)
-    model.blocks[0].scale, model.blocks[0].mix = (torch.nn.Parameter(torch.ones(shape)) for shape in ((), (2, 1)))
-    t.initialise(model)
     linear = {f"{name}.weight" for name, module in model.named_modules()
               if isinstance(module, (torch.nn.Linear, torch.nn.Embedding))}
     for name, p in model.named_parameters():
@@ -269,7 +272,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_a_changed_global_told(ca
     for path in Path("checkpoints/run").glob("*.pt"):
         path.write_bytes(b"")
     before = log_lines("run")
-    with pytest.raises(SystemExit, match="cannot resume"):
+    with pytest.raises(SystemExit, match="found no checkpoint"):
         train("run", resume="auto")
     assert log_lines("run") == before
 
@@ -315,14 +318,11 @@ def test_weights_alone_and_evaluation_alone(capsys):
 
 def other_starts(module):
     """Each rank initialises other weights, and keeps those it ends with."""
-    initialise, evaluate = module.initialise, module.evaluate
-    def initialised(model):
-        torch.manual_seed(module.rank)
-        initialise(model)
+    evaluate, module.seed = module.evaluate, module.rank
     def kept(model, shards):
         torch.save(model.state_dict(), f"weights-{module.rank}.pt")
         return evaluate(model, shards)
-    module.initialise, module.evaluate = initialised, kept
+    module.evaluate = kept
 
 def test_ranks_that_begin_with_other_weights_are_one_model():
     on_ranks(2, name="run", meddle=other_starts)
@@ -330,11 +330,19 @@ def test_ranks_that_begin_with_other_weights_are_one_model():
     torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 def test_a_second_ctrl_c_ends_the_run_at_once():
-    t = fresh()
-    t.on_signal(signal.SIGINT, None)
-    t.on_signal(signal.SIGTERM, None)  # as torchrun sends after Ctrl-C
+    """SIGTERM, which torchrun sends after Ctrl-C, does not."""
+    signals = {2: [signal.SIGINT, signal.SIGTERM], 3: [signal.SIGINT]}
+    def interrupt(module):
+        update = module.update
+        def interrupted(step, *args, **options):
+            for number in signals.get(step, []):
+                os.kill(os.getpid(), number)
+            return update(step, *args, **options)
+        module.update = interrupted
     with pytest.raises(KeyboardInterrupt):
-        t.on_signal(signal.SIGINT, None)
+        train("run", log_interval=8, checkpoint_interval=8, meddle=interrupt)
+    del signals[3]
+    assert train("saved", log_interval=4, meddle=interrupt)["step"] == 4
 
 # ---- From a shell ----------------------------------------------------------------------------------------------------
 
@@ -356,13 +364,12 @@ MISTAKES = {
     "a tracker that is not installed": ("--wandb=project", "pip install wandb"),
     "shards of two vocabularies": ("--val_dataset=odd", "one tokenizer",
                                    lambda: write_shard("data/odd/odd_val.bin", range(99), vocab=300)),
-    "vocabulary too small": ("--vocab_size=64", "leave --vocab_size at 0"),
     "indivisible batch": ("--batch_size=9", "no multiple of --micro_batch_size=4"),
     "context beyond the data": ("--block_size=4096", "longer than any train shard"),
     "a name that exists": ("--run_name=there", "--resume=auto", lambda: train("there", max_iters=0)),
-    "no checkpoint": ("--resume=nothing.pt", "cannot resume from nothing.pt"),
+    "no checkpoint": ("--resume=nothing.pt", "found no checkpoint to begin from, last nothing.pt"),
     "nothing to evaluate": ("--eval_only=true", "give --resume=PATH"),
-    "no weights": ("--init_from=nothing.pt", "cannot resume from nothing.pt"),
+    "no weights": ("--init_from=nothing.pt", "found no checkpoint to begin from, last nothing.pt"),
 }
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -391,7 +398,7 @@ def test_help_lists_every_global_as_the_preset_has_it(capsys):
 def test_presets_flags_and_their_order():
     presets = {"demo": {}, "big": dict(n_layer=9, val_dataset="c4"), "big/muon": dict(n_layer=8, gamma=3.0)}
     for words, expected in ((["--optimizer=muon", "--gamma=5"], (8, 5.0, "c4")),
-                            (["--dataset=mine", "--compile=False"], (9, 1000.0, ""))):
+                            (["--val_dataset=mine", "--compile=False"], (9, 1000.0, "mine"))):
         t = fresh(PRESETS=presets, CHOICES={})
         t.configure(["--preset=big", *words])
         assert (t.n_layer, t.gamma, t.val_dataset) == expected

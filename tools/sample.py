@@ -27,7 +27,7 @@ def load_checkpoint(path: Path, device: str = "cpu"):
     if not source.is_file():
         sys.exit(f"{file} was saved by {source.name}, which is not in {ROOT}; put it there")
     script = importlib.import_module(source.stem)
-    vars(script).update(saved["globals"], device=device)  # its functions read them
+    vars(script).update(saved["globals"], device=device, dtype="float32")  # its functions read them
     model = script.Model(len(saved["model"]["embed.weight"])).to(device)
     model.load_state_dict(saved["model"])
     return saved, script, model.eval()
