@@ -318,8 +318,9 @@ def test_a_state_of_another_variant_or_model_is_refused():
         Muon(parameters((16, 8), (16, 8))).load_state_dict(opt.state_dict())
     older = copy.deepcopy(opt.state_dict())
     del older["param_groups"][0]["gamma"]  # saved before there was this option
+    older["param_groups"][0]["compile"] = True  # what this machine can do is its own
     opt.load_state_dict(older)
-    assert opt.param_groups[0]["gamma"] == 10.0
+    assert opt.param_groups[0]["gamma"] == 10.0 and not opt.param_groups[0]["compile"]
     twin, q = copy.deepcopy((opt, params[0]))
     assert torch.equal(run(opt, params, 1, start=1)[0], run(twin, [q], 1, start=1)[0])
 
@@ -403,6 +404,7 @@ def ranks_worker(rank, folder):
                 continue
             group(ranks, f"{variant}-{ranks}")
             params, opt = build(variant)
+            assert opt.state_dict()["share"] == (rank, ranks)  # whatever has been planned
             half = run(opt, params, 15)
             saved, share = opt.full_state_dict(), opt.state_dict() if rank == 0 else None  # which waits for nobody
             opt.load_state_dict(opt.state_dict())

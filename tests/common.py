@@ -36,7 +36,7 @@ def train(name, argv=(), script="train_gpt.py", meddle=None, **settings):
     return checkpoint(name)
 
 def checkpoint(name, step=None):
-    paths = sorted(Path("checkpoints", name).glob(f"step_{step or 0:08d}.pt" if step else "step_*.pt"))
+    paths = sorted(Path("checkpoints", name).glob(f"step_{step or 0:08d}.pt" if step else "step_0*.pt"))
     return torch.load(paths[-1], weights_only=True) if paths else None
 
 def on_ranks(world, **run):

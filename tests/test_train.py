@@ -276,17 +276,24 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_a_changed_global_told(ca
         train("run", resume="auto")
     assert log_lines("run") == before
 
-def test_newest_is_the_highest_step_and_a_run_may_go_back():
+def test_newest_is_the_highest_step_and_a_run_may_go_back(monkeypatch):
     train("run", checkpoint_interval=2, keep_checkpoints=0)
     os.utime("checkpoints/run/step_00000002.pt")  # as copying may leave it
+    Path("checkpoints/run/step_best.pt").touch()  # someone's own
     t = fresh(resume="auto")
     assert t.find_checkpoint(Path("checkpoints/run")).name == "step_00000008.pt"
     train("run", resume="checkpoints/run/step_00000002.pt", max_iters=4)
-    assert t.find_checkpoint(Path("checkpoints/run")).name == "step_00000004.pt"
     left = sorted(path.name[-11:] for path in Path("checkpoints/run").iterdir())
-    assert left == ["00000002.pt", "00000004.pt", "4.abandoned", "6.abandoned", "8.abandoned"]
+    assert left == ["00000002.pt", "00000004.pt", "4.abandoned", "6.abandoned", "8.abandoned", "tep_best.pt"]
+    Path("checkpoints/run/step_00000005.pt").touch()  # damaged
     train("run", resume="checkpoints/run", max_iters=6)
-    assert "resumed:step:4" in Path("logs/run.txt").read_text()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # torchrun has started the same command again
+    train("run", resume="checkpoints/run/step_00000002.pt")
+    steps = re.findall("^resumed:step:(.)", Path("logs/run.txt").read_text(), re.M)
+    assert steps == ["2", "4", "6"]
+    os.unlink("logs/run.txt")
+    train("run", checkpoint_interval=2, max_iters=2)  # begins anew
+    assert t.find_checkpoint(Path("checkpoints/run")).name == "step_00000002.pt"
 
 def mlp_first(module):
     class Block(module.Block):
@@ -300,8 +307,9 @@ def test_state_is_found_by_the_parameters_names(optimizer):
     run = dict(optimizer=optimizer, grad_clip=0.0)  # the norm is a sum in another order
     whole = train("whole", **run)
     assert_equal(train("edited", **run, resume="checkpoints/whole/step_00000004.pt", meddle=mlp_first), whole)
-    with pytest.raises(SystemExit, match="of another model.* blocks.1.attn.proj"):
-        train("other", **run, resume="checkpoints/whole/step_00000004.pt", n_layer=2)
+    for other, found in (dict(n_layer=2), "blocks.1.attn.proj"), (dict(n_embd=16), "embed.weight"):
+        with pytest.raises(SystemExit, match=f"of another model.* {found}"):
+            train("other", **run, **other, resume="checkpoints/whole/step_00000004.pt")
 
 def test_weights_alone_and_evaluation_alone(capsys):
     train("run")
@@ -331,18 +339,13 @@ def test_ranks_that_begin_with_other_weights_are_one_model():
 
 def test_a_second_ctrl_c_ends_the_run_at_once():
     """SIGTERM, which torchrun sends after Ctrl-C, does not."""
-    signals = {2: [signal.SIGINT, signal.SIGTERM], 3: [signal.SIGINT]}
-    def interrupt(module):
-        update = module.update
-        def interrupted(step, *args, **options):
-            for number in signals.get(step, []):
-                os.kill(os.getpid(), number)
-            return update(step, *args, **options)
-        module.update = interrupted
+    def press(module):
+        module.set_schedules = lambda step, _: [os.kill(os.getpid(), number) for number in signals.get(step, [])]
+    signals = {2: [signal.SIGINT, signal.SIGTERM]}
+    assert train("once", log_interval=4, meddle=press)["step"] == 4
+    signals[3] = [signal.SIGINT]
     with pytest.raises(KeyboardInterrupt):
-        train("run", log_interval=8, checkpoint_interval=8, meddle=interrupt)
-    del signals[3]
-    assert train("saved", log_interval=4, meddle=interrupt)["step"] == 4
+        train("twice", log_interval=4, meddle=press)
 
 # ---- From a shell ----------------------------------------------------------------------------------------------------
 
