@@ -34,30 +34,6 @@ def wide_with_unit_norm(X, eps):
     X = X / (frobenius_norm(X) + eps)
     return X.mT if X.size(-2) > X.size(-1) else X
 
-def newton_schulz_gram(X, steps=5, coefficients=JORDAN):
-    """The same of X, (k, m, n), which has unit norm and m <= n and is overwritten. Returns (k, m, n).
-
-    A step is X <- ZX, where R = XXᵀ and Z = aI + bR + cR². Polynomials in R commute, so the R of the next step is ZRZ:
-    products of (m, m) matrices only, cheaper than XXᵀ if n is large. Rounding would build up, so two steps that share
-    an XXᵀ are followed by one alone: five are 2 + 1 + 2. With coefficients other than Jordan's, all are alone."""
-    m, n = X.shape[-2:]
-    Y, jordan, pair = torch.empty_like(X), tuple(coefficients) == JORDAN, False
-    given = [coefficients] if isinstance(coefficients[0], (int, float)) else [*coefficients]
-    todo = (given + given[-1:] * steps)[:steps]  # the last one serves all further steps
-    shift = 1 / m  # the mean of R's diagonal, as |X|_F = 1; later 0.2, or 0.5 for other coefficients, is near enough
-    while todo:
-        R = Shifted(shift, X @ X.mT)
-        R.rest.diagonal(dim1=-2, dim2=-1).sub_(shift)
-        Z = polynomial(R, todo.pop(0))
-        pair = jordan and n >= 2 * m and bool(todo) and not pair  # do this step and the next share XXᵀ?
-        if pair:
-            next_R = product(product(R, Z), Z)
-            Z = product(Z, polynomial(next_R, todo.pop(0)))  # of both steps
-        torch.baddbmm(X, Z.rest, X, beta=Z.number, out=Y)  # ZX
-        X, Y = Y, X
-        shift = 0.2 if jordan else 0.5
-    return X
-
 # The matrices number·I + rest; rest is (k, m, m). bf16 stores the small rest more precisely than the sum: the error of
 # five steps is 0.9 times the standard form's, and 4 times without this.
 Shifted = namedtuple("Shifted", "number rest")
@@ -68,24 +44,48 @@ def polynomial(R, triple):
     return Shifted(a + b * r + c * r**2, torch.baddbmm(E, E, E, beta=b + 2 * c * r, alpha=c))
 
 def product(A, B):
-    """AB. B is a polynomial with Jordan's triple, whose number is never 0."""
-    rest = torch.add(A.rest, B.rest, alpha=A.number / B.number)
-    return Shifted(A.number * B.number, rest.baddbmm_(A.rest, B.rest, beta=B.number))
+    """AB = αβI + β(E + α/β F) + EF; β is not 0 where B is a polynomial with Jordan's triple."""
+    (alpha, E), (beta, F) = A, B
+    return Shifted(alpha * beta, torch.add(E, F, alpha=alpha / beta).baddbmm_(E, F, beta=beta))
+
+def newton_schulz_gram(X, steps=5, coefficients=JORDAN):
+    """The same of X, (k, m, n), m <= n, of unit norm each, which is overwritten. Returns (k, m, n).
+
+    A step is X <- ZX, where R = XXᵀ and Z = aI + bR + cR². Polynomials in R commute, so the R of the next step is ZRZ:
+    products of (m, m) matrices only, cheaper than XXᵀ if n >= 2m. Rounding would build up, so two steps that share an
+    XXᵀ are followed by one alone: five are 2 + 1 + 2. With coefficients other than Jordan's, all are alone."""
+    m, n = X.shape[-2:]
+    Y, jordan, pair = torch.empty_like(X), tuple(coefficients) == JORDAN, False
+    triples = [coefficients] if isinstance(coefficients[0], (int, float)) else [*coefficients]
+    todo = (triples + triples[-1:] * steps)[:steps]  # the last one serves all further steps
+    shift = 1 / m  # any is right, the mean of R's diagonal most precise: at first that is |X|_F² / m
+    while todo:
+        R = Shifted(shift, X @ X.mT)
+        R.rest.diagonal(dim1=-2, dim2=-1).sub_(shift)
+        Z = polynomial(R, todo.pop(0))
+        pair = jordan and n >= 2 * m and bool(todo) and not pair  # do this step and the next share XXᵀ?
+        if pair:
+            next_R = product(product(R, Z), Z)
+            Z = product(Z, polynomial(next_R, todo.pop(0)))  # of both steps
+        torch.baddbmm(X, Z.rest, X, beta=Z.number, out=Y)  # ZX
+        X, Y = Y, X
+        shift = 0.2 if jordan else 0.5  # near that mean
+    return X
 
 def upcast(t):
     """t in the precision that rules compute in: fp32, or fp64 for fp64."""
     return t.to(torch.promote_types(t.dtype, torch.float32))
 
 def frobenius_norm(X, mesh=None):
-    """The norm of each matrix, (..., 1, 1); of all its rows, where the ranks of a mesh have (..., some, n) each."""
+    """The norm of each matrix, (..., 1, 1); with a mesh, X has this rank's rows and the norm is that of all rows."""
     squares = X.square().sum((-2, -1), keepdim=True)
     return (squares if mesh is None else sum_over(mesh, squares)).sqrt()
 
 # ---- The variants ----------------------------------------------------------------------------------------------------
 # proxy(G, S, h) -> (what Newton-Schulz gets, new state), and for some after(O, G, S, h) -> (O, new state)
 #
-# G, O and the buffers of S are (k, m, n), k matrices at once; S["step"] is t, (k, 1, 1), 1 at the first step. h has the
-# group's options. With an h["mesh"] the rows are those of this rank: what concerns whole matrices takes a sum over it.
+# G and O are (k, ..., m, n), k parameters at once, and so are S's buffers, or (k, ..., m, 1); S["step"] is t = 1, 2.
+# h has the group's options. With an h["mesh"] the rows are those of this rank: a sum over all takes one over the mesh.
 
 def muon(G, S, h):
     """Muon (Jordan et al., 2024): its momentum is a sum; the variance-adaptive rules use an average."""
@@ -123,7 +123,7 @@ def muon_nsr_post(G, S, h):
     return M_tilde, S_new
 
 def muon_nsr_post_after(O, G, S, h):
-    """S is what muon_nsr_post returned; M̃ is computed again, which is cheaper than to keep it."""
+    """S is what muon_nsr_post left; M̃ is computed again, which is cheaper than to keep it."""
     beta, t = h["momentum"], S["step"]
     M_hat, variance_hat = S["momentum"] / (1 - beta**t), S["variance"] / (1 - beta**t)
     M_tilde = G + beta / (1 - beta) * M_hat if h["nesterov"] else M_hat
@@ -170,10 +170,10 @@ UPDATE_SCALES = {  # s of an (m, n) matrix, by adjust_lr_fn
 }
 
 # ---- The passes before and behind Newton-Schulz ----------------------------------------------------------------------
-# Compiled and in place, on k matrices; where skip, (k, 1, 1), is 1, weights and state stay.
+# Compiled and in place, on k parameters; where skip, (k, ..., 1, 1), is 1, weights and state stay.
 
 def before_pass(proxy, h, G, S, skip, X):
-    """Updates S; writes the proxy to X: of whole matrices normalised, and transposed if it is tall."""
+    """Updates S; writes the proxy to X, normalised and wide; with a mesh as it is, as step_sharded does that later."""
     S["step"].add_(1 - skip)
     Y, S_new = proxy(upcast(G), {name: upcast(s) for name, s in S.items()}, h)
     store(S_new, S, skip)
@@ -206,14 +206,14 @@ def run_compiled(function, group, rule, h, G, *args):
     if group["compile"]:
         try:
             return compiled(function, G.is_cuda)(rule, h, G, *args)
-        except torch._dynamo.exc.TorchDynamoException as error:  # nothing has been computed yet
+        except torch._dynamo.exc.TorchDynamoException as error:  # raised before anything is computed
             group["compile"] = False
             warnings.warn(f"Muon runs uncompiled, as torch.compile failed; is there a C++ compiler? ({error!r:.150})")
     return function(rule, h, G, *args)
 
 # ---- The optimizer ---------------------------------------------------------------------------------------------------
-# Parameters of a group that are alike. shares[r] are those that rank r orthogonalises. kept are those that have state
-# here, buffers (k, ..., m, n): this rank's share or, if a mesh shards matrices by rows, all, of which it has some rows.
+# Like parameters of a group. shares[r] are those that rank r orthogonalises. kept are those with state here, in order
+# of its buffers, (kept, ..., m, n): this rank's share or, with a mesh, all, of each of which it has some rows.
 Bucket = namedtuple("Bucket", "group mesh rank shares kept state")
 
 class Muon(torch.optim.Optimizer):
@@ -226,13 +226,12 @@ class Muon(torch.optim.Optimizer):
     weight_decay: λ, times η but not s. eps: ε of all but muon. ns_...: see newton_schulz.
     state_dtype: of the buffers, None for fp32 (fp64 for fp64 parameters); in bf16 averages with β above 0.996 stall.
     compile: the passes around Newton-Schulz; they run eagerly, after one warning, where no compiler works.
-    found_inf, an attribute: as GradScaler gives it to torch's fused AdamW; where this tensor () is 1, nothing changes.
+    found_inf, an attribute that may be set, as torch's fused AdamW has it: where this tensor () is 1, nothing changes.
 
     With a process group each rank keeps the state of, and updates, its share of the parameters; then all have the same
     bits. Gradients must be the same on all ranks, as under DistributedDataParallel. To save, call full_state_dict() on
     all ranks; to resume, at any number of ranks, give what it returned on rank 0 to load_state_dict() on each. Matrices
-    may be DTensors sharded by rows, as FSDP2's fully_shard makes them; their state is then sharded too. Raises
-    ValueError for what is no such matrix, and options that cannot be."""
+    may be DTensors sharded by rows, as by FSDP2's fully_shard, and so is then their state. ValueError for all else."""
 
     def __init__(self, params, lr=1e-3, variant="muon-vs", momentum=0.95, weight_decay=0.1, gamma=10.0, beta2=0.95,
                  eps=1e-8, nesterov=True, ns_steps=5, ns_eps=1e-7, ns_dtype=torch.bfloat16, ns_coefficients=JORDAN,
@@ -251,8 +250,8 @@ class Muon(torch.optim.Optimizer):
             if group[name] not in choices:
                 raise ValueError(f"{name} is {group[name]!r}, expected one of {', '.join(choices)}")
         for name in "lr", "momentum", "weight_decay", "gamma", "beta2", "eps", "ns_steps", "ns_eps":
-            if not group[name] >= 0 or name == "momentum" and group[name] >= 1:
-                raise ValueError(f"{name} is {group[name]}, expected at least 0, and momentum below 1")
+            if not group[name] >= 0 or name in ("momentum", "beta2") and group[name] >= 1:
+                raise ValueError(f"{name} is {group[name]}, expected at least 0, momentum and beta2 below 1")
         for p in group["params"]:
             if p.ndim < 2 or not p.numel() or not p.is_floating_point():
                 raise ValueError(f"found {p.dtype} of shape {tuple(p.shape)}, expected floating-point matrices; "
@@ -274,10 +273,10 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _buckets(self):
-        """The buckets, made anew after a change of groups or of state. From then on they hold the state, and
+        """The buckets, made anew after add_param_group and load_state_dict. From then on they hold the state, and
         self.state[p] has views of it. They do not depend on gradients: all ranks take part in the same exchanges."""
         if self._plan is None:
-            self._plan, load = [], [0] * rank_and_world()[1]  # work of each rank
+            plan, load = [], [0] * rank_and_world()[1]  # work of each rank
             for group in self.param_groups:
                 for params in alike(group["params"], len(load)):
                     mesh = mesh_of(params[0])
@@ -292,12 +291,13 @@ class Muon(torch.optim.Optimizer):
                     old = {p: self.state.pop(p, {}) for p in params}
                     for name, buffer in state.items():
                         for p, row in zip(kept, buffer):
-                            row.copy_(local(old[p].get(name, row)))  # or 0, where it has none
+                            row.copy_(local(old[p].get(name, row)))  # without an old one it stays 0
                             if mesh is not None and name != "step":
                                 shape, stride = (p.size(0), row.size(1)), (row.size(1), 1)
                                 row = DTensor.from_local(row, mesh, p.placements, shape=shape, stride=stride)
                             self.state[p][name] = row
-                    self._plan.append(Bucket(group, mesh, rank, shares, kept, state))
+                    plan.append(Bucket(group, mesh, rank, shares, kept, state))
+            self._plan = plan
         return self._plan
 
     def state_dict(self):
@@ -312,7 +312,7 @@ class Muon(torch.optim.Optimizer):
         for bucket in self._buckets():
             for owner, share in enumerate(bucket.shares):
                 for p in share:
-                    state = self.state.get(p) or zero_state(bucket.group, p)
+                    state = self.state.get(p) or zero_state(bucket.group, p)  # its owner's, or room for it
                     if bucket.mesh is None and world > 1:
                         for buffer in state.values():
                             dist.broadcast(buffer, owner)
@@ -330,10 +330,10 @@ class Muon(torch.optim.Optimizer):
             for p, i in zip(own["params"], other["params"]):
                 state[p] = {name: t if name == "step" else sharded_like(t, p)
                             for name, t in state_dict["state"].get(i, {}).items()}
-                found, expected = ({name: tuple(t.shape) for name, t in buffers.items()}
-                                   for buffers in (state[p], zero_state(own, p, device="meta")))
-                if other["variant"] != own["variant"] or found and found != expected:
-                    raise ValueError(f"the state is of another model or variant: of {other['variant']} with {found}, "
+                found = {name: tuple(t.shape) for name, t in state[p].items()}
+                expected = {name: tuple(t.shape) for name, t in zero_state(own, p, device="meta").items()}
+                if other.get("variant") != own["variant"] or found and found != expected:
+                    raise ValueError(f"a state of another model or variant: {other.get('variant')} with {found}, "
                                      f"here {own['variant']} has {expected}")
         super().load_state_dict({"state": {}, "param_groups": groups})  # torch would cast buffers
         self.state.update(state)
@@ -344,7 +344,7 @@ def rank_and_world():
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 def alike(params, world):
-    """Lists of like parameters, the largest first: of 2**27 numbers on a GPU, on a CPU of 2**20 a rank, its cache."""
+    """Lists of like parameters, largest first, of about 2**27 numbers on a GPU, on a CPU 2**20 (its cache) a rank."""
     kinds = {}
     for p in params:
         kinds.setdefault((p.shape, p.dtype, p.device, mesh_of(p)), []).append(p)
@@ -362,7 +362,7 @@ def zero_state(group, p, *k, device=None):
     full, size = torch.promote_types(p.dtype, torch.float32), {"m": p.size(-2), "n": p.size(-1), "1": 1}
     state = {}
     for name, dims in {"step": "11", **VARIANTS[group["variant"]].state}.items():
-        dtype = full if name == "step" else getattr(torch, group["state_dtype"], full)
+        dtype = full if name == "step" or group["state_dtype"] == "None" else getattr(torch, group["state_dtype"])
         shape = *k, *p.shape[:-2], *(size[d] for d in dims)
         state[name] = torch.zeros(shape, dtype=dtype, device=device or p.device)
     return state
@@ -390,11 +390,11 @@ def run_before(bucket, found_inf):
     gradients = [local(torch.zeros_like(p) if p.grad is None else p.grad) for p in params]
     G = [torch.stack(gradients)] if k > 1 else [g[None] for g in gradients]
     S = [{name: buffer[i:i + k] for name, buffer in bucket.state.items()} for i in range(0, len(params), k)]
-    skip = torch.zeros([1] * like.ndim, device=like.device) + found_inf
-    skip = torch.stack([torch.ones_like(skip) if p.grad is None else skip for p in params])
-    passes = [(h, *args) for args in zip(G, S, skip.split(k))]
+    found = torch.zeros([1] * like.ndim, device=like.device) + found_inf
+    skip = torch.stack([torch.ones_like(found) if p.grad is None else found for p in params])
+    passes = [(h, *args) for args in zip(G, S, skip.split(k))]  # as both passes take them
 
-    shape = like.shape if mesh is not None else (*like.shape[:-2], *sorted(like.shape[-2:]))
+    shape = like.shape if mesh is not None else (*like.shape[:-2], *sorted(like.shape[-2:]))  # of a rank's rows; wide
     X = like.new_empty(len(params), *shape, dtype=getattr(torch, group["ns_dtype"]))
     for args, x in zip(passes, X.split(k)):
         run_compiled(before_pass, group, VARIANTS[group["variant"]].proxy, *args, x)
@@ -427,13 +427,13 @@ def step_sharded(buckets, found_inf):
         counts, (m, n) = [len(share) for share in bucket.shares], bucket.kept[0].shape
         most = -(-m // len(counts))  # each rank has as many rows as the first, until none are left
         rows = [min(most, max(0, m - r * most)) for r in range(len(counts))]
-        shapes = [(counts[bucket.rank], height, n) for height in rows]
+        shapes = [(counts[bucket.rank], height, n) for height in rows]  # what comes: each rank's rows of this share
         sent.append((bucket, passes, rows, exchange(bucket.mesh, X.split(counts), shapes)))
     for bucket, passes, rows, (parts, handle) in sent:
         handle.wait()
         X, group = torch.cat(parts, 1), bucket.group  # (matrices of this rank's share, m, n)
         O = newton_schulz(X, group["ns_steps"], group["ns_eps"], X.dtype, group["ns_coefficients"])
-        shapes = [(len(share), rows[bucket.rank], O.size(2)) for share in bucket.shares]
+        shapes = [(len(share), rows[bucket.rank], O.size(2)) for share in bucket.shares]  # rows here of each share
         sent_back.append((bucket, passes, exchange(bucket.mesh, O.split(rows, 1), shapes)))
     for bucket, passes, (parts, handle) in sent_back:
         handle.wait()
