@@ -25,7 +25,7 @@ import optim
 
 # ---- Globals and presets ---------------------------------------------------------------------------------------------
 preset = "demo"               # a key of PRESETS
-run_name = ""                 # names logs/RUN.txt and checkpoints/RUN/; default: SCRIPT-PRESET-OPTIMIZER-seedSEED
+run_name = ""                 # of log and checkpoints; default: --resume's folder, or SCRIPT-PRESET-OPTIMIZER-seedSEED
 resume = ""                   # auto: go on from this run's newest whole checkpoint, if any; or PATH, or a folder
 init_from = ""                # begin with the weights alone of this checkpoint
 eval_only = False             # print the validation loss of what --resume or --init_from names, and end
@@ -74,7 +74,7 @@ log_interval = 10             # updates
 eval_interval = 100           # updates
 checkpoint_interval = 500     # updates; the last one is always saved
 keep_checkpoints = 2          # newest ones; 0: all
-max_skips = 30                # updates in a row without a finite gradient, after which a run gives up
+max_skips = 30                # updates in a row without a finite gradient, after which a run gives up at a log line
 wandb = ""                    # project to log to; needs: pip install wandb
 # system
 seed = 1                      # of initialisation and data order
@@ -146,8 +146,8 @@ def configure(argv: list[str]) -> None:
                             default=argparse.SUPPRESS)
     flags = vars(parser.parse_args(argv))
     wants_help = flags.pop("help")
-    chosen = flags.get("preset", preset)
-    globals().update(PRESETS[chosen] | PRESETS.get(f"{chosen}/{flags.get('optimizer', optimizer)}", {}) | flags)
+    globals().update(PRESETS[flags.get("preset", preset)] | flags)
+    globals().update(PRESETS.get(f"{preset}/{optimizer}", {}) | flags)
     if wants_help:
         comments = dict(re.findall(r"^(\w+) = .*?# (.+)$", SOURCES[0], re.M))
         lines = (f"--{name}={globals()[name]!r}".ljust(34) + comments.get(name, "") for name in GLOBALS)
@@ -185,7 +185,7 @@ class Shards:
             if len(header) < 256 or header[:2] != [20240520, 1] or file.stat().st_size != 1024 + 2 * header[2]:
                 sys.exit(f"{file} is damaged or no token shard; run: python prepare.py verify {name}")
             self.tokens.append(np.memmap(file, np.uint16, "r", 1024) if header[2] else np.empty(0, np.uint16))
-        self.vocab, self.eot = header[3:5] if header[3] else (50257, 50256)  # others leave 0 there: GPT-2's
+        self.vocab, self.eot = header[3:5] if header[3] else (50257, 50256)  # of the last; 0 there: GPT-2's
         windows = [max(0, len(tokens) - 1) // block_size for tokens in self.tokens]
         self.starts = np.cumsum([0, *windows])  # the first window of each shard, and the number of all
         self.windows = int(self.starts[-1])
@@ -207,7 +207,7 @@ class Shards:
         return tokens[:, :-1], tokens[:, 1:]
 
     def batch(self, step: int, rows: range) -> tuple[Tensor, Tensor]:
-        """These rows of the batch of update `step`: a pure function of (seed, step)."""
+        """These rows of the batch of update `step`: a pure function of seed, step, batch_size and the data."""
         epochs_and_places = (divmod(step * batch_size + row, self.windows) for row in rows)
         return self.read([permutation(self.windows, seed, epoch)[place] for epoch, place in epochs_and_places])
 
@@ -222,8 +222,8 @@ def rotate(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
     return torch.cat([a * cos_TK - b * sin_TK, b * cos_TK + a * sin_TK], -1).type_as(x_BHTK)
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention, (B, H, T, K) each. On a CPU plain products, of 128 queries at a time with the keys up to the
-    last of them, take less time than the fused kernel, forward and backward."""
+    """Causal attention, (B, H, T, K) each. On a CPU, up to 512 tokens, plain products of 128 queries at a time with the
+    keys up to the last of them take less time than the fused kernel, forward and backward."""
     T = q.size(2)
     if q.device.type != "cpu" or T > 512:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -344,7 +344,7 @@ def parameter_table(model: Model, optimizers: list[torch.optim.Optimizer]) -> st
     return "\n".join(f"{count:3} x {row}" for row, count in rows.items())
 
 def set_schedules(step: int, optimizers: list[torch.optim.Optimizer]) -> None:
-    """Sets what changes per update. Groups have lr and weight_decay; Muon's have momentum too."""
+    """Sets the learning rates; the place to schedule weight_decay, or momentum of Muon's groups, too."""
     for opt in optimizers:
         for group in opt.param_groups:
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * lr_factor(step)
@@ -367,7 +367,7 @@ def evaluate(model: Model, shards: Shards) -> tuple[float, float]:
     model.eval()
     total = min(max(1, val_tokens // block_size), shards.windows)
     mine, sums = range(rank, total, world), torch.zeros(2, dtype=torch.float64, device=device)
-    for i in range(0, -(-total // world), micro_batch_size):  # as many on all ranks, for FSDP
+    for i in range(0, -(-total // world), micro_batch_size):  # as many on all ranks, for FSDP; the last may be empty
         x_BT, y_BT = shards.read(mine[i:i + micro_batch_size])
         logits_NV = model(x_BT).flatten(0, 1)
         for logits, y in zip(logits_NV.split(2048), y_BT.flatten().split(2048)):  # in parts: fp32 copies stay small
@@ -399,7 +399,7 @@ def fast_bf16() -> bool:
 
 # ---- Checkpoints -----------------------------------------------------------------------------------------------------
 def save_checkpoint(folder: Path, content: dict) -> None:
-    """Writes step_N.pt whole or not at all, then removes the oldest."""
+    """Writes step_N.pt whole or not at all, then removes all but the newest keep_checkpoints."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step_{content['step']:08d}.pt"
     temporary = path.with_suffix(".tmp")
@@ -415,17 +415,17 @@ def save_checkpoint(folder: Path, content: dict) -> None:
         old.unlink()
 
 def newest_first(folder: Path) -> list[Path]:
-    return sorted(folder.glob("step_[0-9]*.pt"), reverse=True)
+    return sorted(folder.glob(f"step_{8 * '[0-9]'}.pt"), reverse=True)
 
 def find_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint that is whole, by the checksums that torch.save wrote into it: in `folder`, this run's, for
-    --resume=auto and when torchrun has restarted a run with --resume; else of --resume=PATH, else of --init_from."""
-    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    paths = newest_first(folder) if resume == "auto" or resume and restarted else []
-    if resume not in ("", "auto"):
-        paths = paths or newest_first(Path(resume)) or [Path(resume)]
-    elif init_from:
-        paths = paths or [Path(init_from)]
+    """The newest checkpoint that is whole, by the checksums that torch.save wrote into it, of the first place that has
+    any: `folder`, this run's, for --resume=auto or if torchrun restarted a --resume; --resume=PATH; --init_from."""
+    restarted = not eval_only and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    paths = newest_first(folder) if resume == "auto" or (resume and restarted) else []
+    if not paths and resume not in ("", "auto"):
+        paths = newest_first(Path(resume)) or [Path(resume)]
+    if not paths and init_from:
+        paths = [Path(init_from)]
     for path in paths:
         try:
             problem = zipfile.ZipFile(path).testzip()
@@ -438,11 +438,11 @@ def find_checkpoint(folder: Path) -> Path | None:
         sys.exit(f"found no checkpoint to begin from, last {path}: {problem}; give another path or --run_name")
 
 def load_checkpoint(path: Path, model: Model, optimizers: list[torch.optim.Optimizer]) -> dict:
-    """Loads weights and, by the parameters' names, optimizer state. Returns where the run goes on."""
+    """Loads weights and, by the parameters' names, optimizer state. Returns where to go on; {} if weights alone."""
     saved, own = torch.load(path, map_location="cpu", weights_only=True, mmap=True), model.state_dict()
-    shapes, own_shapes = ({(name, t.shape) for name, t in weights.items()} for weights in (saved["model"], own))
-    if different := {name for name, _ in shapes ^ own_shapes}:
-        sys.exit(f"{path} is of another model, which differs in {', '.join(sorted(different))}")
+    different = {(name, t.shape) for name, t in saved["model"].items()} ^ {(name, p.shape) for name, p in own.items()}
+    if different:
+        sys.exit(f"{path} is of another model, which differs in {', '.join(sorted({name for name, _ in different}))}")
     model.load_state_dict({name: optim.sharded_like(saved["model"][name], p) for name, p in own.items()})
     if eval_only or path == Path(init_from):  # weights only
         return {}
@@ -460,10 +460,10 @@ def whole_state(model: Model, optimizers: list[torch.optim.Optimizer]) -> dict:
     """Weights, and the optimizers' buffers by their parameter's name, on rank 0; all ranks have to call it."""
     state = {"model": {name: optim.whole_on_cpu(p) for name, p in model.state_dict().items()}, "optimizer": {}}
     for opt in optimizers:
-        full = opt.full_state_dict().get("state", {}) if isinstance(opt, optim.Muon) else {}
+        muon = opt.full_state_dict().get("state", {}) if isinstance(opt, optim.Muon) else None  # {} beyond rank 0
         for i, (name, p) in enumerate(named_parameters(model, opt)):
-            own = {} if isinstance(opt, optim.Muon) else opt.state[p]
-            state["optimizer"][name] = full.get(i) or {key: optim.whole_on_cpu(t) for key, t in own.items()}
+            whole = {key: optim.whole_on_cpu(t) for key, t in opt.state[p].items()} if muon is None else muon.get(i, {})
+            state["optimizer"][name] = whole
     return state
 
 def named_parameters(model: Model, opt: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
@@ -548,7 +548,7 @@ def update(step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer],
     skipped = (~norm.isfinite() | dry_run).float()
     set_schedules(step, optimizers)
     for opt in optimizers:
-        opt.found_inf = skipped  # where it is 1, Muon and the fused AdamW change nothing
+        opt.found_inf = skipped  # where it is 1, Muon and fused AdamW change nothing; others would
         opt.step()
         opt.zero_grad()
     return loss, norm, skipped
@@ -621,7 +621,7 @@ def main(argv: list[str]) -> None:
         line = (f"step:{step}/{max_iters}" + f" val_loss:{val_loss:.5f}" * validating + f" train_time:{train_time:.3f}s"
                 f" step_avg:{1000 * train_time / max(1, step):.2f}ms" + f" val_acc:{val_acc:.4f}" * validating)
         stop = False
-        if step > first_step:  # figures of the updates below
+        if step > first_step:  # of the updates since the last pause, at this loop's end; loss and norm of the last
             figures = torch.stack([loss / world, torch.full_like(loss, bool(signals))])
             if world > 1:
                 dist.all_reduce(figures)
@@ -632,7 +632,7 @@ def main(argv: list[str]) -> None:
         log(line)
         if in_a_row >= max_skips or not math.isfinite(val_loss):
             log(f"diverged: no finite loss or gradient at update {step}; try --resume=PATH and a lower --learning_rate")
-            sys.exit(0 if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) else 1)  # torchrun would replay it
+            sys.exit(0 if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) else 1)  # 1: torchrun would replay it
         if step > first_step and (last or stop or step % checkpoint_interval == 0):
             content = dict(whole_state(model, optimizers), step=step, train_time=train_time, skipped=skipped.item(),
                            globals=settings, script=Path(__file__).name, vocab=val_shards.vocab, eot=val_shards.eot)
