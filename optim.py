@@ -322,10 +322,10 @@ class Muon(torch.optim.Optimizer):
     def load_state_dict(self, state_dict):
         """Takes the hyperparameters, and this rank's share of a whole state that was saved at any number of ranks.
         Raises ValueError for a state of another model or variant, or another rank's share."""
-        if state_dict.get("share", rank_and_world()) != rank_and_world():
+        if tuple(state_dict.get("share", rank_and_world())) != rank_and_world():
             raise ValueError("the state is one rank's share: save what full_state_dict() returns on rank 0")
         groups, state = [], {}
-        for own, other in zip(self.param_groups, state_dict["param_groups"]):
+        for own, other in zip(self.param_groups, state_dict["param_groups"], strict=True):
             groups.append(own | other | {"compile": own["compile"]})  # older states lack options
             for p, i in zip(own["params"], other["params"]):
                 state[p] = {name: t if name == "step" else sharded_like(t, p)

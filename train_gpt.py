@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy as Policy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import optim
@@ -118,7 +118,7 @@ def configure(argv: list[str]) -> None:
                             default=argparse.SUPPRESS)
     flags = vars(parser.parse_args(argv))
     wants_help = flags.pop("help")
-    globals().update(PRESETS[flags.get("preset", preset)] | flags)
+    globals().update(PRESETS[flags.get("preset", preset)] | ({"val_dataset": ""} if "dataset" in flags else {}) | flags)
     globals().update(PRESETS.get(f"{preset}/{optimizer}", {}) | flags)
     if wants_help:
         comments = dict(re.findall(r"^(\w+) = .*?# (.+)$", SOURCES[0], re.M))
@@ -468,10 +468,10 @@ def build_model(vocab: int) -> Model:
     for p in model.parameters():  # not RoPE's tables
         p.data = p.data.to(getattr(torch, param_dtype))
     if fsdp and world > 1:  # a rank keeps its rows; a block's are gathered while it computes, in bf16 under autocast
-        gathered = torch.bfloat16 if dtype == "bfloat16" else None
+        mesh, gathered = dist.init_device_mesh(device, (world,)), torch.bfloat16 if dtype == "bfloat16" else None
         for block in model.blocks:
-            fully_shard(block, mp_policy=MixedPrecisionPolicy(gathered, torch.float32, cast_forward_inputs=False))
-        fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+            fully_shard(block, mesh=mesh, mp_policy=Policy(gathered, torch.float32, cast_forward_inputs=False))
+        fully_shard(model, mesh=mesh, mp_policy=Policy(reduce_dtype=torch.float32))
     model.to(device)
     if compile:  # a block at a time: all share one graph
         torch._dynamo.config.optimize_ddp = False  # it would cut that graph; gradients leave block by block anyway
@@ -490,11 +490,11 @@ def open_log(path: Path, facts: str, settings: dict):
     if not path.exists():
         flags = "".join(f"--{name}={value}\n" for name, value in settings.items())
         path.write_text(("=" * 100 + "\n").join([*SOURCES, facts + flags, ""]), encoding="utf-8")
+    file = open(path, "a", encoding="utf-8", buffering=1)  # a line at a time
 
     def log(line: str) -> None:
         print(line, flush=True)
-        with open(path, "a", encoding="utf-8") as file:
-            print(line, file=file)
+        print(line, file=file)
         if wandb and line.startswith(("step:", "final ")):
             figures = {name: float(x) for name, x in re.findall(r"(\w+):(-?\d[\d.]*(?:e[-+]\d+)?)", line)}
             tracker.log(figures, step=int(figures.get("step", max_iters)))
@@ -528,7 +528,7 @@ signals = []  # SIGTERM and SIGINT that came
 def on_signal(number: int, frame) -> None:
     """The run saves and stops at its next log line; a second Ctrl-C ends it at once."""
     signals.append(number)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler if signal.SIGINT in signals else on_signal)
 
 def main(argv: list[str]) -> None:
     # data, and the checkpoint to go on from
@@ -605,7 +605,7 @@ def main(argv: list[str]) -> None:
             sys.exit(0 if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) else 1)  # 1: torchrun would replay it
         if step > first_step and (last or stop or step % checkpoint_interval == 0):
             content = dict(whole_state(model, optimizers), step=step, train_time=train_time, skipped=skipped.item(),
-                           globals=settings, script=Path(__file__).name, vocab=val_shards.vocab, eot=val_shards.eot)
+                           globals=settings, script=Path(__file__).name, vocab=val_shards.vocab, eot=train_shards.eot)
             if rank == 0:
                 save_checkpoint(checkpoint_folder, content)
         if last or stop:

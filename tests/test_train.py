@@ -325,8 +325,8 @@ def test_weights_alone_and_evaluation_alone(capsys):
     assert capsys.readouterr().out.startswith(f"val_loss:{loss:.5f} val_acc:")
 
 def other_starts(module):
-    """Each rank initialises other weights, and keeps those it ends with."""
-    evaluate, module.seed = module.evaluate, module.rank
+    evaluate, Model = module.evaluate, module.Model
+    module.Model = lambda vocab: (torch.manual_seed(module.rank), Model(vocab))[1]
     def kept(model, shards):
         torch.save(model.state_dict(), f"weights-{module.rank}.pt")
         return evaluate(model, shards)
@@ -401,7 +401,7 @@ def test_help_lists_every_global_as_the_preset_has_it(capsys):
 def test_presets_flags_and_their_order():
     presets = {"demo": {}, "big": dict(n_layer=9, val_dataset="c4"), "big/muon": dict(n_layer=8, gamma=3.0)}
     for words, expected in ((["--optimizer=muon", "--gamma=5"], (8, 5.0, "c4")),
-                            (["--val_dataset=mine", "--compile=False"], (9, 1000.0, "mine"))):
+                            (["--dataset=mine", "--compile=False"], (9, 1000.0, ""))):
         t = fresh(PRESETS=presets, CHOICES={})
         t.configure(["--preset=big", *words])
         assert (t.n_layer, t.gamma, t.val_dataset) == expected

@@ -24,7 +24,7 @@ CURVES = {"validation loss": "val_loss", "smoothed validation loss": "val_loss",
           "next-token accuracy": "val_acc"}
 RUN_SETTINGS = set("""  seed preset run_name resume micro_batch_size activation_checkpointing log_interval eval_interval
     checkpoint_interval keep_checkpoints sample_tokens wandb tensorboard device compile allow_change log_dir data_dir
-    checkpoint_dir check_shards profile threads timeout_minutes max_skipped max_skips eval_only""".split())
+    checkpoint_dir check_shards profile threads timeout_minutes max_skipped max_skips eval_only vocab_size""".split())
 OWN = {"optimizer", "lr", "param_dtype", "stochastic_rounding", "resumed", "updates"}  # of a row, as what is listed
 MAPPED = ["batch_size", "max_iters", "warmup_iters"]  # in which the cells of a map differ
 SWEEPS = {"lr": "peak rate of the matrices", "adam_lr": "peak rate of AdamW's parameters", "gamma": "γ"}

@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT))  # for the train scripts, and for optim, which the
 
 def load_checkpoint(path: Path, device: str = "cpu"):
     """The content of a .pt file, or of a folder's newest one, its train script as a module, and its Model in fp32."""
-    file = max(path.glob("step_*.pt"), default=path)
+    file = max(path.glob(f"step_{8 * '[0-9]'}.pt"), default=path)
     try:
         if damaged := zipfile.ZipFile(file).testzip():  # compares the checksums that torch.save has written
             raise ValueError(f"{damaged} does not match its checksum")
