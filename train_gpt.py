@@ -44,7 +44,7 @@ batch_size = 16               # sequences per update, over all ranks and micro-b
 micro_batch_size = 0          # sequences per forward pass of a rank; 0: batch_size / ranks
 max_iters = 600               # updates
 # optimizer
-optimizer = "muon-vs"         # adamw, or a key of optim.VARIANTS (AdamW for all but the matrices inside blocks)
+optimizer = "muon-vs"         # adamw for all, or a key of optim.VARIANTS for matrices inside blocks, adamw for the rest
 learning_rate = 0.005         # peak, for the matrices inside blocks
 adam_lr = 0.01                # peak, for embedding, head and gains
 weight_decay = 0.1            # not of gains
@@ -74,9 +74,9 @@ wandb = ""                    # project to log to; needs: pip install wandb
 # system
 seed = 1                      # of initialisation and data order
 device = "cuda" if torch.cuda.is_available() else "cpu"
-dtype = "auto"                # float32, bfloat16 (autocast); auto: bfloat16 where the hardware is fast at it
+dtype = "auto"                # float32 (on a GPU TF32), bfloat16 (autocast); auto: bfloat16 where that is faster
 param_dtype = "float32"       # bfloat16: parameters and optimizer state are bf16 too
-compile = True                # torch.compile of blocks, loss and optimizer
+compile = True                # torch.compile of blocks, loss and Muon
 fsdp = False                  # shard weights, gradients and state by rows (FSDP2), instead of DDP
 
 LEAST = dict(n_layer=1, n_head=1, n_embd=1, block_size=1, batch_size=1, log_interval=1, eval_interval=1, max_skips=1,
@@ -99,16 +99,16 @@ PRESETS = {  # "NAME/OPTIMIZER" is applied after "NAME", the command line after 
 }
 
 # ---- Configuration ---------------------------------------------------------------------------------------------------
-SOURCES = [Path(file).read_text(encoding="utf-8") for file in (__file__, optim.__file__)]
+SOURCES = [Path(file).read_text(encoding="utf-8") for file in (__file__, optim.__file__)]  # for the log
 GLOBALS = [name for name, value in list(globals().items()) if type(value) in (bool, int, float, str) and name[0] != "_"]
 CHOICES = dict(preset=[name for name in PRESETS if "/" not in name], optimizer=["adamw", *optim.VARIANTS],
                adjust_lr_fn=list(optim.UPDATE_SCALES), schedule=["constant", "cosine", "wsd"],
                dtype=["auto", "float32", "bfloat16"], param_dtype=["float32", "bfloat16"], device={"cpu", device})
 rank, local_rank, world = (int(os.environ.get(name, default)) for name, default in
-                           [("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)])  # set by torchrun
+                           [("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)])  # torchrun's, so no flags
 
 def configure(argv: list[str]) -> None:
-    """Sets the globals: preset, then preset/optimizer, then --name=value."""
+    """Sets the globals: preset, then preset/optimizer, then --name=value. --dataset resets a preset's val_dataset."""
     global micro_batch_size
     parser = argparse.ArgumentParser(usage="%(prog)s [--name=value ...]", add_help=False, allow_abbrev=False)
     parser.add_argument("-h", "--help", action="store_true")
@@ -142,7 +142,7 @@ def boolean(text: str) -> bool:
 # ---- Data loader -----------------------------------------------------------------------------------------------------
 class Shards:
     """The token shards of a split (.bin of llm.c and modded-nanogpt: 256 int32, then uint16), cut into windows of
-    block_size + 1 tokens; a shard's remainder is left out. An epoch reads every window once, in an order of its own."""
+    block_size + 1 tokens, neighbours sharing one; a shard's remainder is left out. An epoch reads each window once."""
 
     def __init__(self, name: str, split: str):
         self.folder = folder = Path("data", name)
@@ -157,15 +157,15 @@ class Shards:
             if len(header) < 256 or header[:2] != [20240520, 1] or file.stat().st_size != 1024 + 2 * header[2]:
                 sys.exit(f"{file} is damaged or no token shard; run: python prepare.py verify {name}")
             self.tokens.append(np.memmap(file, np.uint16, "r", 1024) if header[2] else np.empty(0, np.uint16))
-        self.vocab, self.eot = header[3:5] if header[3] else (50257, 50256)  # of the last; 0 there: GPT-2's
-        windows = [max(0, len(tokens) - 1) // block_size for tokens in self.tokens]
-        self.starts = np.cumsum([0, *windows])  # the first window of each shard, and the number of all
-        self.windows = int(self.starts[-1])
-        if not self.windows:
+        self.vocab, self.eot = header[3:5] if header[3] else (50257, 50256)  # of the last shard; 0: GPT-2's
+        counts = [max(0, len(tokens) - 1) // block_size for tokens in self.tokens]  # windows of each shard
+        self.starts = np.cumsum([0, *counts])  # number of the first window of each shard, and of all windows
+        self.n_windows = int(self.starts[-1])
+        if not self.n_windows:
             sys.exit(f"--block_size={block_size} is longer than any {split} shard of {folder}")
 
     def read(self, windows) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of these windows, (B, T) int64 each."""
+        """Inputs and targets of the windows with these numbers, (B, T) int64 each."""
         rows = np.empty((len(windows), block_size + 1), np.int64)
         for row, window in zip(rows, map(int, windows)):
             shard = int(np.searchsorted(self.starts, window, "right")) - 1
@@ -179,23 +179,23 @@ class Shards:
         return tokens[:, :-1], tokens[:, 1:]
 
     def batch(self, step: int, rows: range) -> tuple[Tensor, Tensor]:
-        """These rows of the batch of update `step`: a pure function of seed, step, batch_size and the data."""
-        epochs_and_places = (divmod(step * batch_size + row, self.windows) for row in rows)
-        return self.read([permutation(self.windows, seed, epoch)[place] for epoch, place in epochs_and_places])
+        """These rows of the batch of update `step`: a pure function of seed, step, the data and its cut."""
+        epochs_and_places = (divmod(step * batch_size + row, self.n_windows) for row in rows)
+        return self.read([permutation(self.n_windows, seed, epoch)[place] for epoch, place in epochs_and_places])
 
 @functools.lru_cache(2)
 def permutation(n: int, *key: int) -> np.ndarray:
     return np.random.default_rng(key).permutation(n)
 
 # ---- Model -----------------------------------------------------------------------------------------------------------
-def rotate(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
-    """RoPE: turns the pairs (k, k + K/2) of each head; the tables are K/2 wide."""
+def rotate(x_BHTK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE: turns the pairs (k, k + K/2) of each head; cos and sin are (T, K/2)."""
     a, b = x_BHTK.chunk(2, -1)
-    return torch.cat([a * cos_TK - b * sin_TK, b * cos_TK + a * sin_TK], -1).type_as(x_BHTK)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).type_as(x_BHTK)
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention, (B, H, T, K) each. On a CPU, up to 512 tokens, plain products of 128 queries at a time with the
-    keys up to the last of them take less time than the fused kernel, forward and backward."""
+    """Causal attention, (B, H, T, K) each. On a CPU, up to 512 tokens, it is faster than the fused kernel to take 128
+    queries at a time, each with the keys that the last of them may see, in plain products."""
     T = q.size(2)
     if q.device.type != "cpu" or T > 512:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -204,8 +204,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     for i in range(0, T, 128):
         j = min(i + 128, T)
         scores = (q[:, :, i:j] * q.size(3) ** -0.5) @ k[:, :, :j].mT + future_TT[i:j, :j]
-        weights = torch.exp(scores - scores.amax(-1, keepdim=True).detach())
-        parts.append((weights @ v[:, :, :j] / optim.upcast(weights).sum(-1, keepdim=True)).type_as(v))
+        exps = torch.exp(scores - scores.amax(-1, keepdim=True).detach())
+        parts.append((exps @ v[:, :, :j] / optim.upcast(exps).sum(-1, keepdim=True)).type_as(v))
     return torch.cat(parts, 2)
 
 class Attention(nn.Module):
@@ -214,10 +214,10 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(n_embd, 3 * n_embd, bias=False)
         self.proj = nn.Linear(n_embd, n_embd, bias=False)
 
-    def forward(self, x_BTD, cos_TK, sin_TK):
+    def forward(self, x_BTD, cos, sin):
         B, T, D = x_BTD.shape
         q, k, v = self.qkv(x_BTD).view(B, T, 3, n_head, D // n_head).permute(2, 0, 3, 1, 4)  # (B, H, T, K) each
-        y_BHTK = attend(rotate(q, cos_TK, sin_TK), rotate(k, cos_TK, sin_TK), v)
+        y_BHTK = attend(rotate(q, cos, sin), rotate(k, cos, sin), v)
         return self.proj(y_BHTK.transpose(1, 2).reshape(B, T, D))
 
 def gelu(x: Tensor) -> Tensor:
@@ -242,8 +242,8 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(n_embd, bias=False)
         self.mlp = MLP()
 
-    def forward(self, x_BTD, cos_TK, sin_TK):
-        x_BTD = x_BTD + self.attn(self.norm1(x_BTD), cos_TK, sin_TK)
+    def forward(self, x_BTD, cos, sin):
+        x_BTD = x_BTD + self.attn(self.norm1(x_BTD), cos, sin)
         return x_BTD + self.mlp(self.norm2(x_BTD))
 
 class Model(nn.Module):
@@ -254,9 +254,9 @@ class Model(nn.Module):
         self.norm = nn.LayerNorm(n_embd, bias=False)
         self.head = nn.Linear(n_embd, vocab, bias=False)
         width = n_embd // n_head
-        angle_TK = np.outer(np.arange(block_size), 10_000 ** -(np.arange(0, width, 2) / width))
-        self.register_buffer("cos", torch.tensor(np.cos(angle_TK), dtype=torch.float32), persistent=False)
-        self.register_buffer("sin", torch.tensor(np.sin(angle_TK), dtype=torch.float32), persistent=False)
+        angles = np.outer(np.arange(block_size), 10_000 ** -(np.arange(0, width, 2) / width))
+        self.register_buffer("cos", torch.tensor(np.cos(angles), dtype=torch.float32), persistent=False)
+        self.register_buffer("sin", torch.tensor(np.sin(angles), dtype=torch.float32), persistent=False)
         for name, module in self.named_modules():  # N(0, 0.02), into the residual stream N(0, 0.02 / √(2 n_layer))
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 into_stream = name.endswith((".proj", ".down"))
@@ -272,7 +272,7 @@ class Model(nn.Module):
             return self.head(self.norm(x_BTD)) if targets_BT is None else self.loss(x_BTD, targets_BT)
 
     def loss(self, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
-        """Compiled as one graph, so that fp32 logits are never stored."""
+        """Compiled as one graph, so that bf16 logits get no copy in fp32."""
         return F.cross_entropy(self.head(self.norm(x_BTD)).flatten(0, 1).float(), targets_BT.flatten())
 
 # ---- Optimizers and schedule -----------------------------------------------------------------------------------------
@@ -335,9 +335,9 @@ def lr_factor(step: int) -> float:
 def evaluate(model: Model, shards: Shards) -> tuple[float, float]:
     """Mean cross-entropy (nats per token) and accuracy over the first val_tokens, whatever the batch and world size."""
     model.eval()
-    total = min(max(1, val_tokens // block_size), shards.windows)
+    total = min(max(1, val_tokens // block_size), shards.n_windows)
     mine, sums = range(rank, total, world), torch.zeros(2, dtype=torch.float64, device=device)
-    for i in range(0, -(-total // world), micro_batch_size):  # as many on all ranks, for FSDP; the last may be empty
+    for i in range(0, -(-total // world), micro_batch_size):  # as many passes on all ranks, for FSDP: may be empty
         x_BT, y_BT = shards.read(mine[i:i + micro_batch_size])
         logits_NV = model(x_BT).flatten(0, 1)
         for logits, y in zip(logits_NV.split(2048), y_BT.flatten().split(2048)):  # in parts: fp32 copies stay small
@@ -349,8 +349,8 @@ def evaluate(model: Model, shards: Shards) -> tuple[float, float]:
     return tuple((sums / (total * block_size)).tolist())
 
 def mfu(model: Model, tokens_per_s: float) -> str:
-    """Model FLOPs utilisation, where the GPU's dense bf16 peak is known; of a token forward and backward, 6 per matrix
-    parameter and 12 n_layer D T for attention (PaLM, appendix B)."""
+    """Model FLOPs utilisation, where the GPU's dense bf16 peak is known. Forward and backward, a token costs 6 FLOPs a
+    matrix parameter, and 12 n_layer D T for attention (PaLM, appendix B)."""
     peak = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100-SXM4-80GB": 312e12}.get(hardware())
     matrices = sum(p.numel() for p in model.blocks.parameters() if p.ndim == 2) + model.head.weight.numel()
     flops = 6 * matrices + 12 * n_layer * n_embd * block_size
@@ -388,14 +388,12 @@ def newest_first(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"step_{8 * '[0-9]'}.pt"), reverse=True)
 
 def find_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint that is whole, by the checksums that torch.save wrote into it, of the first place that has
-    any: `folder`, this run's, for --resume=auto or if torchrun restarted a --resume; --resume=PATH; --init_from."""
+    """The newest checkpoint that torch.save's checksums find whole, in the first of these that has any: this run's own
+    `folder`, for --resume=auto or once torchrun has restarted a --resume=PATH; what --resume names; --init_from."""
     restarted = not eval_only and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    paths = newest_first(folder) if resume == "auto" or (resume and restarted) else []
-    if not paths and resume not in ("", "auto"):
-        paths = newest_first(Path(resume)) or [Path(resume)]
-    if not paths and init_from:
-        paths = [Path(init_from)]
+    own = newest_first(folder) if resume == "auto" or (resume and restarted) else []
+    named = (newest_first(Path(resume)) or [Path(resume)]) if resume not in ("", "auto") else []
+    paths = own or named or ([Path(init_from)] if init_from else [])
     for path in paths:
         try:
             problem = zipfile.ZipFile(path).testzip()
@@ -417,23 +415,24 @@ def load_checkpoint(path: Path, model: Model, optimizers: list[torch.optim.Optim
     if eval_only or path == Path(init_from):  # weights only
         return {}
     if saved["globals"]["optimizer"] != optimizer:
-        sys.exit(f"{path} is of --optimizer={saved['globals']['optimizer']}; go on with it")
+        sys.exit(f"{path} is of --optimizer={saved['globals']['optimizer']}; pass that")
     for opt in optimizers:
         state = {}
         for i, (name, p) in enumerate(named_parameters(model, opt)):
-            buffers = saved["optimizer"][name].items()
-            state[i] = {key: t if key == "step" else optim.sharded_like(t, p) for key, t in buffers}
-        opt.load_state_dict({"state": state, "param_groups": opt.state_dict()["param_groups"]})  # of this run
+            buffers = saved["optimizer"][name]
+            state[i] = {key: t if key == "step" else optim.sharded_like(t, p) for key, t in buffers.items()}
+        opt.load_state_dict({"state": state, "param_groups": opt.state_dict()["param_groups"]})  # lr … of this run
     return {name: saved[name] for name in ("step", "train_time", "skipped", "globals")}
 
 def whole_state(model: Model, optimizers: list[torch.optim.Optimizer]) -> dict:
     """Weights, and the optimizers' buffers by their parameter's name, on rank 0; all ranks have to call it."""
     state = {"model": {name: optim.whole_on_cpu(p) for name, p in model.state_dict().items()}, "optimizer": {}}
     for opt in optimizers:
-        muon = opt.full_state_dict().get("state", {}) if isinstance(opt, optim.Muon) else None  # {} beyond rank 0
-        for i, (name, p) in enumerate(named_parameters(model, opt)):
-            whole = {key: optim.whole_on_cpu(t) for key, t in opt.state[p].items()} if muon is None else muon.get(i, {})
-            state["optimizer"][name] = whole
+        is_muon = isinstance(opt, optim.Muon)  # then beyond rank 0 there are no buffers
+        buffers = opt.full_state_dict().get("state", {}) if is_muon else opt.state_dict()["state"]
+        for i, (name, _) in enumerate(named_parameters(model, opt)):
+            own = buffers.get(i, {})
+            state["optimizer"][name] = own if is_muon else {key: optim.whole_on_cpu(t) for key, t in own.items()}
     return state
 
 def named_parameters(model: Model, opt: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
@@ -442,7 +441,7 @@ def named_parameters(model: Model, opt: torch.optim.Optimizer) -> list[tuple[str
 
 # ---- Main ------------------------------------------------------------------------------------------------------------
 def init_ranks() -> None:
-    """Takes this rank's GPU or share of the cores, sees what it is capable of, and joins the other ranks."""
+    """Takes this rank's GPU or share of the cores, settles `compile` and `dtype`, and joins the other ranks."""
     global compile, dtype
     if device == "cuda":
         torch.cuda.set_device(local_rank)
@@ -458,7 +457,7 @@ def init_ranks() -> None:
     if world > 1:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
-        store = next(dist.rendezvous("env://"))[0]  # torchrun's, with dead ranks' keys after a restart (pytorch 135712)
+        store = next(dist.rendezvous("env://"))[0]  # torchrun's; a prefix hides dead ranks' keys (pytorch 135712)
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", ""), store)
         dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=world)
 
@@ -481,10 +480,11 @@ def build_model(vocab: int) -> Model:
     return model
 
 def open_log(path: Path, facts: str, settings: dict):
-    """Returns log(line), which prints, appends to the file, and sends figures to --wandb. A new file begins with the
-    sources, `facts`, which are printed too, and all globals."""
+    """Prints `facts`; a new file begins with the sources, `facts` and all globals. Returns log(line), which prints,
+    appends to the file, and sends figures to --wandb."""
     if wandb:
-        tracker = importlib.import_module("wandb").init(project=wandb, id=path.stem, resume="allow", config=settings)
+        import wandb as client  # the name wandb is the flag
+        tracker = client.init(project=wandb, id=path.stem, resume="allow", config=settings)
     print(facts, end="")
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
@@ -501,8 +501,8 @@ def open_log(path: Path, facts: str, settings: dict):
     return log
 
 def update(step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer], shards: Shards, dry_run=False):
-    """One update. Returns the loss of this rank's sequences, the norm of the whole gradient, and 1 if nothing changed
-    because this norm is not finite or it is a dry run: tensors () on the device, so that nobody waits for a GPU."""
+    """One update. Returns, as scalars on the device so that nobody waits for a GPU: the loss of this rank's sequences;
+    the norm of the whole gradient; 1 if nothing changed, as that is not finite or it is a dry run, else 0."""
     loss, accumulate = 0.0, batch_size // (micro_batch_size * world)
     for k in range(accumulate):
         first = (k * world + rank) * micro_batch_size
@@ -518,7 +518,7 @@ def update(step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer],
     skipped = (~norm.isfinite() | dry_run).float()
     set_schedules(step, optimizers)
     for opt in optimizers:
-        opt.found_inf = skipped  # where it is 1, Muon and fused AdamW change nothing; others would
+        opt.found_inf = skipped  # at 1, Muon and fused AdamW change nothing; other optimizers would
         opt.step()
         opt.zero_grad()
     return loss, norm, skipped
@@ -528,7 +528,8 @@ signals = []  # SIGTERM and SIGINT that came
 def on_signal(number: int, frame) -> None:
     """The run saves and stops at its next log line; a second Ctrl-C ends it at once."""
     signals.append(number)
-    signal.signal(signal.SIGINT, signal.default_int_handler if signal.SIGINT in signals else on_signal)
+    if number == signal.SIGINT:
+        signal.signal(number, signal.default_int_handler)
 
 def main(argv: list[str]) -> None:
     # data, and the checkpoint to go on from
@@ -537,7 +538,7 @@ def main(argv: list[str]) -> None:
     train_shards, val_shards = Shards(dataset, "train"), Shards(val_dataset or dataset, "val")
     if train_shards.vocab != val_shards.vocab:
         sys.exit(f"found {train_shards.vocab} token ids to train on, {val_shards.vocab} to validate: use one tokenizer")
-    resume_folder = Path(resume) if Path(resume).is_dir() else Path(resume).parent
+    resume_folder = Path(resume) if Path(resume).is_dir() else Path(resume).parent  # "": no name
     run = run_name or resume_folder.name or f"{Path(__file__).stem}-{preset}-{optimizer}-seed{seed}"
     log_path, checkpoint_folder = Path("logs", f"{run}.txt"), Path("checkpoints", run)
     if log_path.exists() and not resume and not eval_only and rank == 0:
@@ -547,9 +548,12 @@ def main(argv: list[str]) -> None:
         dist.broadcast_object_list(paths)
     if eval_only and not paths[0]:
         sys.exit("there is nothing to evaluate; give --resume=PATH or --init_from=PATH")
+    for newer in newest_first(checkpoint_folder) if rank == 0 and not eval_only else ():
+        if paths[0] and newer.samefile(paths[0]):
+            break
+        newer.rename(newer.with_suffix(".abandoned"))  # the run goes back to before it, or begins anew
 
     # model and optimizers
-    begin = time.perf_counter()
     model = build_model(-(-train_shards.vocab // 64) * 64)  # rows of embedding and head
     optimizers = build_optimizers(model)
     settings = {name: globals()[name] for name in GLOBALS}
@@ -561,51 +565,40 @@ def main(argv: list[str]) -> None:
         if rank == 0:
             print(f"val_loss:{val_loss:.5f} val_acc:{val_acc:.4f}")
         return
-    for path in newest_first(checkpoint_folder) if rank == 0 else ():
-        if int(path.stem[5:]) > start["step"]:  # the run goes back to before it, or begins anew
-            path.rename(path.with_suffix(".abandoned"))
     facts = (f"torch: {torch.__version__}\nhardware: {hardware()}\nworld_size: {world}\nstarted: {time.ctime()}\n"
              f"parameters: {sum(p.numel() for p in model.parameters())}\n{parameter_table(model, optimizers)}\n")
     parallel = model
     if world > 1 and not fsdp:
         parallel = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
+    clock = time.perf_counter()
     update(0, parallel, optimizers, train_shards, dry_run=True)  # compiles, outside the clock, and changes nothing
-    compile_time = time.perf_counter() - begin
+    compile_time = time.perf_counter() - clock
 
     # log
     log = open_log(log_path, facts, settings) if rank == 0 else lambda line: None
     first_step, train_time = start["step"], start["train_time"]
     if resume:
-        old = start["globals"] | {"resume": resume}
-        changed = ",".join(f"{name}={value}" for name, value in settings.items() if old.get(name) != value)
+        start["globals"]["resume"] = resume  # no change to report
+        changed = ",".join(f"{name}={x}" for name, x in settings.items() if start["globals"].get(name) != x)
         log(f"resumed:step:{first_step} world_size:{world} changed:{changed}")
 
     # training: updates, and pauses between them, in which the clock stops
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
-    step, skipped, in_a_row = first_step, torch.tensor(float(start["skipped"]), device=device), 0
+    step, skipped, skips_in_a_row = first_step, torch.tensor(float(start["skipped"]), device=device), 0
+    figures, stop = "", False  # of the updates since the last pause: what to log of them; whether to stop
     while True:
         last = step >= max_iters
         validating = last or step % eval_interval == 0
         val_loss, val_acc = evaluate(model, val_shards) if validating else (0.0, 0.0)
-        line = (f"step:{step}/{max_iters}" + f" val_loss:{val_loss:.5f}" * validating + f" train_time:{train_time:.3f}s"
-                f" step_avg:{1000 * train_time / max(1, step):.2f}ms" + f" val_acc:{val_acc:.4f}" * validating)
-        stop = False
-        if step > first_step:  # of the updates since the last pause, at this loop's end; loss and norm of the last
-            figures = torch.stack([loss / world, torch.full_like(loss, bool(signals))])
-            if world > 1:
-                dist.all_reduce(figures)
-            stop = figures[1] > 0
-            line += (f" train_loss:{figures[0]:.5f} grad_norm:{norm:.4f} lr:{learning_rate * lr_factor(step - 1):.6g}"
-                     f" skipped:{skipped:.0f} tokens_per_s:{tokens_per_s:.0f} mfu:{mfu(model, tokens_per_s)}"
-                     f" time_left:{(max_iters - step) * batch_size * block_size / tokens_per_s:.0f}s")
-        log(line)
-        if in_a_row >= max_skips or not math.isfinite(val_loss):
+        log(f"step:{step}/{max_iters}" + f" val_loss:{val_loss:.5f}" * validating + f" train_time:{train_time:.3f}s"
+            f" step_avg:{1000 * train_time / max(1, step):.2f}ms" + f" val_acc:{val_acc:.4f}" * validating + figures)
+        if skips_in_a_row >= max_skips or not math.isfinite(val_loss):
             log(f"diverged: no finite loss or gradient at update {step}; try --resume=PATH and a lower --learning_rate")
-            sys.exit(0 if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) else 1)  # 1: torchrun would replay it
+            sys.exit(0 if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) else 1)  # a restart would replay it
         if step > first_step and (last or stop or step % checkpoint_interval == 0):
             content = dict(whole_state(model, optimizers), step=step, train_time=train_time, skipped=skipped.item(),
-                           globals=settings, script=Path(__file__).name, vocab=val_shards.vocab, eot=train_shards.eot)
+                           globals=settings, script=Path(__file__).name, vocab=train_shards.vocab, eot=train_shards.eot)
             if rank == 0:
                 save_checkpoint(checkpoint_folder, content)
         if last or stop:
@@ -615,11 +608,18 @@ def main(argv: list[str]) -> None:
         while step < next_pause:
             loss, norm, was_skipped = update(step, parallel, optimizers, train_shards)
             skipped += was_skipped
-            in_a_row = (in_a_row + 1) * was_skipped
+            skips_in_a_row = (skips_in_a_row + 1) * was_skipped
             step += 1
         torch.get_device_module(device).synchronize()
         seconds = time.perf_counter() - clock
         train_time, tokens_per_s = train_time + seconds, tokens / seconds
+        sums = torch.stack([loss / world, torch.full_like(loss, bool(signals))])  # of all ranks
+        if world > 1:
+            dist.all_reduce(sums)
+        stop = sums[1] > 0  # any rank got a signal
+        figures = (f" train_loss:{sums[0]:.5f} grad_norm:{norm:.4f} lr:{learning_rate * lr_factor(step - 1):.6g}"
+                   f" skipped:{skipped:.0f} tokens_per_s:{tokens_per_s:.0f} mfu:{mfu(model, tokens_per_s)}"
+                   f" time_left:{(max_iters - step) * batch_size * block_size / tokens_per_s:.0f}s")
 
     # the end
     if last:
@@ -632,7 +632,7 @@ def main(argv: list[str]) -> None:
             f" train_time:{train_time:.3f}s peak_memory_mib:{most[0] / 2**20:.0f}"
             f" optimizer_state_mib:{most[1] / 2**20:.1f} compile_time:{compile_time:.1f}s")
     else:
-        log(f"stopped at update {step}; the same command with --resume=auto goes on")
+        log(f"stopped at update {step}; the same command with --resume={checkpoint_folder} goes on")
     if world > 1 and device == "cuda":
         dist.destroy_process_group()  # gloo's ends with the process: destroying it can wait for the GIL for ever
 

@@ -106,7 +106,7 @@ def test_an_epoch_has_every_window_once_in_an_order_of_its_own():
     """187 windows of 17 tokens, neighbours share one; a batch at the end of an epoch is filled from the next."""
     t = fresh(**TINY | dict(batch_size=10))
     shards = t.Shards("tiny", "train")
-    assert shards.windows == 2007 // 16 + 999 // 16
+    assert shards.n_windows == 2007 // 16 + 999 // 16
     epochs = []
     for epoch in range(2):
         rows = [shards.batch(0, range(row, row + 1))[0][0].tolist() for row in range(187 * epoch, 187 * (epoch + 1))]
@@ -125,8 +125,8 @@ def test_shards_of_others_and_of_more_than_2_30_tokens():
     path = "data/theirs/fineweb_train_000002.bin"
     np.memmap(path, np.int32, "w+", shape=256 + 2**29 + 25)[:3] = 20240520, 1, 2**30 + 50
     shards = fresh(block_size=16).Shards("theirs", "train")
-    assert (shards.vocab, shards.eot, shards.windows) == (50257, 50256, (2**30 + 49) // 16)
-    assert shards.read([shards.windows - 1])[0].tolist() == [[0] * 16]
+    assert (shards.vocab, shards.eot, shards.n_windows) == (50257, 50256, (2**30 + 49) // 16)
+    assert shards.read([shards.n_windows - 1])[0].tolist() == [[0] * 16]
 
 # ---- Updates ---------------------------------------------------------------------------------------------------------
 
@@ -282,15 +282,15 @@ def test_newest_is_the_highest_step_and_a_run_may_go_back(monkeypatch):
     Path("checkpoints/run/step_best.pt").touch()  # someone's own
     t = fresh(resume="auto")
     assert t.find_checkpoint(Path("checkpoints/run")).name == "step_00000008.pt"
+    pytest.raises(SystemExit, train, "run", resume="checkpoints/run/step_00000002.pt", optimizer="adamw")  # fails early
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # and torchrun starts the same command again
     train("run", resume="checkpoints/run/step_00000002.pt", max_iters=4)
     left = sorted(path.name[-11:] for path in Path("checkpoints/run").iterdir())
     assert left == ["00000002.pt", "00000004.pt", "4.abandoned", "6.abandoned", "8.abandoned", "tep_best.pt"]
     Path("checkpoints/run/step_00000005.pt").touch()  # damaged
     train("run", resume="checkpoints/run", max_iters=6)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # torchrun has started the same command again
     train("run", resume="checkpoints/run/step_00000002.pt")
-    steps = re.findall("^resumed:step:(.)", Path("logs/run.txt").read_text(), re.M)
-    assert steps == ["2", "4", "6"]
+    assert re.findall("^resumed:step:(.)", Path("logs/run.txt").read_text(), re.M) == ["2", "4", "6"]
     os.unlink("logs/run.txt")
     train("run", checkpoint_interval=2, max_iters=2)  # begins anew
     assert t.find_checkpoint(Path("checkpoints/run")).name == "step_00000002.pt"
