@@ -5,12 +5,11 @@ Muon-NSR and Muon-VS of the paper "Variance-Adaptive Muon", and the Muons it com
     muon = Muon(matrices, lr=6e-4, variant="muon-vs", weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     adamw = torch.optim.AdamW(embeddings_head_and_vectors, lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
-A variant is a pure function of gradient and state. Lines and symbols are those of the paper's Algorithm 1: W weights,
-G gradient, M momentum, Γ variance, O orthogonalised; η lr, λ weight decay, β momentum, γ Muon-NSR's coefficient, ε
+A variant is one or two pure functions of gradient and state. Lines and symbols are those of the paper's Algorithm 1: W
+weights, G gradient, M momentum, Γ variance, O orthogonalised; η lr, λ weight decay, β momentum, γ Muon-NSR's factor, ε
 stabiliser; hat: bias-corrected; tilde: with Nesterov's lookahead. m is the number of outputs, n of inputs.
 """
-import functools
-import warnings
+import functools, math, warnings
 from collections import namedtuple
 
 import torch
@@ -44,12 +43,12 @@ def polynomial(R, triple):
     return Shifted(a + b * r + c * r**2, torch.baddbmm(E, E, E, beta=b + 2 * c * r, alpha=c))
 
 def product(A, B):
-    """AB = αβI + β(E + α/β F) + EF; β is not 0 where B is a polynomial with Jordan's triple."""
-    (alpha, E), (beta, F) = A, B
-    return Shifted(alpha * beta, torch.add(E, F, alpha=alpha / beta).baddbmm_(E, F, beta=beta))
+    """AB = (eI + E)(fI + F) = efI + f(E + e/f F) + EF. Jordan's polynomials have f > 0, as b² < 4ac."""
+    (e, E), (f, F) = A, B
+    return Shifted(e * f, torch.add(E, F, alpha=e / f).baddbmm_(E, F, beta=f))
 
 def newton_schulz_gram(X, steps=5, coefficients=JORDAN):
-    """The same of X, (k, m, n), m <= n, of unit norm each, which is overwritten. Returns (k, m, n).
+    """newton_schulz of k wide matrices of unit norm: X, (k, m, n), m <= n, is overwritten. Returns (k, m, n).
 
     A step is X <- ZX, where R = XXᵀ and Z = aI + bR + cR². Polynomials in R commute, so the R of the next step is ZRZ:
     products of (m, m) matrices only, cheaper than XXᵀ if n >= 2m. Rounding would build up, so two steps that share an
@@ -63,13 +62,13 @@ def newton_schulz_gram(X, steps=5, coefficients=JORDAN):
         R = Shifted(shift, X @ X.mT)
         R.rest.diagonal(dim1=-2, dim2=-1).sub_(shift)
         Z = polynomial(R, todo.pop(0))
-        pair = jordan and n >= 2 * m and bool(todo) and not pair  # do this step and the next share XXᵀ?
+        pair = jordan and n >= 2 * m and bool(todo) and not pair  # shares XXᵀ with the next, but not twice on end
         if pair:
             next_R = product(product(R, Z), Z)
             Z = product(Z, polynomial(next_R, todo.pop(0)))  # of both steps
         torch.baddbmm(X, Z.rest, X, beta=Z.number, out=Y)  # ZX
         X, Y = Y, X
-        shift = 0.2 if jordan else 0.5  # near that mean
+        shift = 0.2 if jordan else 0.5  # near that mean from now on
     return X
 
 def upcast(t):
@@ -84,8 +83,8 @@ def frobenius_norm(X, mesh=None):
 # ---- The variants ----------------------------------------------------------------------------------------------------
 # proxy(G, S, h) -> (what Newton-Schulz gets, new state), and for some after(O, G, S, h) -> (O, new state)
 #
-# G and O are (k, ..., m, n), k parameters at once, and so are S's buffers, or (k, ..., m, 1); S["step"] is t = 1, 2.
-# h has the group's options. With an h["mesh"] the rows are those of this rank: a sum over all takes one over the mesh.
+# G and O are (k, ..., m, n), k parameters at once, and so are S's buffers, or (k, ..., m, 1); S["step"] is t = 1, 2 ...
+# h has the group's options. With an h["mesh"] the rows are those of this rank: sums over all go through frobenius_norm.
 
 def muon(G, S, h):
     """Muon (Jordan et al., 2024): its momentum is a sum; the variance-adaptive rules use an average."""
@@ -206,14 +205,14 @@ def run_compiled(function, group, rule, h, G, *args):
     if group["compile"]:
         try:
             return compiled(function, G.is_cuda)(rule, h, G, *args)
-        except torch._dynamo.exc.TorchDynamoException as error:  # raised before anything is computed
+        except torch._dynamo.exc.TorchDynamoException as error:  # raised before a graph is run
             group["compile"] = False
             warnings.warn(f"Muon runs uncompiled, as torch.compile failed; is there a C++ compiler? ({error!r:.150})")
     return function(rule, h, G, *args)
 
 # ---- The optimizer ---------------------------------------------------------------------------------------------------
-# Like parameters of a group. shares[r] are those that rank r orthogonalises. kept are those with state here, in order
-# of its buffers, (kept, ..., m, n): this rank's share or, with a mesh, all, of each of which it has some rows.
+# Parameters of one group that are alike. shares[r]: those that rank r orthogonalises. kept: those with state here, in
+# the order of state's buffers, (kept, ..., m, n): this rank's share or, with a mesh, all, as it has rows of each.
 Bucket = namedtuple("Bucket", "group mesh rank shares kept state")
 
 class Muon(torch.optim.Optimizer):
@@ -231,7 +230,7 @@ class Muon(torch.optim.Optimizer):
     With a process group each rank keeps the state of, and updates, its share of the parameters; then all have the same
     bits. Gradients must be the same on all ranks, as under DistributedDataParallel. To save, call full_state_dict() on
     all ranks; to resume, at any number of ranks, give what it returned on rank 0 to load_state_dict() on each. Matrices
-    may be DTensors sharded by rows, as by FSDP2's fully_shard, and so is then their state. ValueError for all else."""
+    may be DTensors sharded by rows, as by FSDP2's fully_shard; so is then their state. Other DTensors: ValueError."""
 
     def __init__(self, params, lr=1e-3, variant="muon-vs", momentum=0.95, weight_decay=0.1, gamma=10.0, beta2=0.95,
                  eps=1e-8, nesterov=True, ns_steps=5, ns_eps=1e-7, ns_dtype=torch.bfloat16, ns_coefficients=JORDAN,
@@ -239,7 +238,7 @@ class Muon(torch.optim.Optimizer):
         defaults = {name: x for name, x in locals().items() if name not in ("self", "params", "__class__")}
         super().__init__(params, defaults)
 
-    _plan = None  # the buckets, once made; an attribute of the class, so that copies of an optimizer begin without
+    _plan = None  # the buckets, once made; pickles and copies, which drop it, find this None
 
     def add_param_group(self, param_group):
         super().add_param_group(param_group)
@@ -276,29 +275,30 @@ class Muon(torch.optim.Optimizer):
         """The buckets, made anew after add_param_group and load_state_dict. From then on they hold the state, and
         self.state[p] has views of it. They do not depend on gradients: all ranks take part in the same exchanges."""
         if self._plan is None:
-            plan, load = [], [0] * rank_and_world()[1]  # work of each rank
-            for group in self.param_groups:
-                for params in alike(group["params"], len(load)):
-                    mesh = mesh_of(params[0])
-                    rank, world = rank_and_world() if mesh is None else (mesh.get_local_rank(), mesh.size())
-                    shares = [[] for _ in range(world)]
-                    for p in params:
-                        r = load.index(min(load[:world]))  # the rank with the least work so far
-                        shares[r].append(p)
-                        load[r] += work(p)
-                    kept = shares[rank] if mesh is None else sum(shares, [])
-                    state = zero_state(group, local(params[0]), len(kept))
-                    old = {p: self.state.pop(p, {}) for p in params}
-                    for name, buffer in state.items():
-                        for p, row in zip(kept, buffer):
-                            row.copy_(local(old[p].get(name, row)))  # without an old one it stays 0
-                            if mesh is not None and name != "step":
-                                shape, stride = (p.size(0), row.size(1)), (row.size(1), 1)
-                                row = DTensor.from_local(row, mesh, p.placements, shape=shape, stride=stride)
-                            self.state[p][name] = row
-                    plan.append(Bucket(group, mesh, rank, shares, kept, state))
-            self._plan = plan
+            load = [0] * rank_and_world()[1]  # work of each rank
+            self._plan = [self._bucket(group, params, load) for group in self.param_groups
+                          for params in alike(group["params"], len(load))]
         return self._plan
+
+    def _bucket(self, group, params, load):
+        """Shares the parameters out, each to the rank with the least load, and moves their state into the bucket's."""
+        mesh = mesh_of(params[0])
+        rank, world = rank_and_world() if mesh is None else (mesh.get_local_rank(), mesh.size())
+        shares = [[] for _ in range(world)]
+        for p in params:
+            r = load.index(min(load[:world]))  # a mesh may have fewer ranks
+            shares[r].append(p)
+            load[r] += work(p)
+        kept = shares[rank] if mesh is None else sum(shares, [])
+        state = zero_state(group, local(params[0]), len(kept))
+        old = {p: self.state.pop(p, {}) for p in params}
+        for name, buffer in state.items():
+            for p, row in zip(kept, buffer):
+                row.copy_(local(old[p].get(name, row)))  # without an old one it stays 0
+                if mesh is not None and name != "step":
+                    row = DTensor.from_local(row, mesh, p.placements, shape=(len(p), row.size(1)), stride=row.stride())
+                self.state[p][name] = row
+        return Bucket(group, mesh, rank, shares, kept, state)
 
     def state_dict(self):
         """torch's. With several ranks it has, and says so, this rank's share alone: save full_state_dict() instead."""
@@ -344,26 +344,26 @@ def rank_and_world():
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 def alike(params, world):
-    """Lists of like parameters, largest first, of about 2**27 numbers on a GPU, on a CPU 2**20 (its cache) a rank."""
+    """Lists of like parameters, most work first, of up to 2**27 numbers on a GPU, on a CPU 2**20 a rank (its cache)."""
     kinds = {}
     for p in params:
         kinds.setdefault((p.shape, p.dtype, p.device, mesh_of(p)), []).append(p)
     for same in sorted(kinds.values(), key=lambda same: -work(same[0])):
-        least, budget = (1, 2**27 // world) if same[0].is_cuda else (2, 2**20)
-        most = world * max(least, budget // same[0].numel())
+        numel, gpu = same[0].numel(), same[0].is_cuda
+        most = world * (max(1, 2**27 // world // numel) if gpu else max(2, 2**20 // numel))  # 2: one a core at least
         yield from (same[i:i + most] for i in range(0, len(same), most))
 
 def work(p):
     """Cost of Newton-Schulz, up to a factor."""
     return p.numel() * min(p.shape[-2:])
 
-def zero_state(group, p, *k, device=None):
-    """The state of p before its first step, or of k parameters like it, (k, ...) each."""
+def zero_state(group, p, *leading, device=None):
+    """The state of p before its first step; `leading` are sizes before its own, as of k parameters like it."""
     full, size = torch.promote_types(p.dtype, torch.float32), {"m": p.size(-2), "n": p.size(-1), "1": 1}
     state = {}
     for name, dims in {"step": "11", **VARIANTS[group["variant"]].state}.items():
         dtype = full if name == "step" or group["state_dtype"] == "None" else getattr(torch, group["state_dtype"])
-        shape = *k, *p.shape[:-2], *(size[d] for d in dims)
+        shape = *leading, *p.shape[:-2], *(size[d] for d in dims)
         state[name] = torch.zeros(shape, dtype=dtype, device=device or p.device)
     return state
 
@@ -372,9 +372,9 @@ def step_shares(buckets, found_inf):
     handles = []
     for bucket in buckets:
         if any(p.grad is not None for p in bucket.kept):
-            X, passes = run_before(bucket, found_inf)
+            X, inputs = run_before(bucket, found_inf)
             O = newton_schulz_gram(X.flatten(0, -3), bucket.group["ns_steps"], bucket.group["ns_coefficients"])
-            run_after(bucket, passes, O.view(X.shape))
+            run_after(bucket, inputs, O.view(X.shape))
         if len(bucket.shares) > 1:
             handles += [dist.broadcast(p, owner, async_op=True)
                         for owner, share in enumerate(bucket.shares) for p in share]
@@ -382,8 +382,8 @@ def step_shares(buckets, found_inf):
         handle.wait()
 
 def run_before(bucket, found_inf):
-    """Returns what goes to Newton-Schulz, (kept, ..., m, n), and what run_after needs of each pass. On a CPU, where
-    copies cost, a pass takes one matrix, in place; on a GPU, where launches cost, and of sharded matrices, all."""
+    """Returns what goes to Newton-Schulz, (kept, ..., m, n), and the inputs of each pass, for run_after too. On a CPU,
+    where copies cost, a pass takes one parameter; on a GPU, where launches cost, or if they are sharded, all."""
     group, mesh, params, like = bucket.group, bucket.mesh, bucket.kept, local(bucket.kept[0])
     k = len(params) if like.is_cuda or mesh is not None else 1
     h = hyperparameters(group, params[0])
@@ -392,19 +392,19 @@ def run_before(bucket, found_inf):
     S = [{name: buffer[i:i + k] for name, buffer in bucket.state.items()} for i in range(0, len(params), k)]
     found = torch.zeros([1] * like.ndim, device=like.device) + found_inf
     skip = torch.stack([torch.ones_like(found) if p.grad is None else found for p in params])
-    passes = [(h, *args) for args in zip(G, S, skip.split(k))]  # as both passes take them
+    inputs = [(h, *each) for each in zip(G, S, skip.split(k))]  # h, G, S and skip of each pass
 
-    shape = like.shape if mesh is not None else (*like.shape[:-2], *sorted(like.shape[-2:]))  # of a rank's rows; wide
+    shape = like.shape if mesh is not None else (*like.shape[:-2], *sorted(like.shape[-2:]))  # rows here; or wide
     X = like.new_empty(len(params), *shape, dtype=getattr(torch, group["ns_dtype"]))
-    for args, x in zip(passes, X.split(k)):
+    for args, x in zip(inputs, X.split(k)):
         run_compiled(before_pass, group, VARIANTS[group["variant"]].proxy, *args, x)
-    return X, passes
+    return X, inputs
 
-def run_after(bucket, passes, O):
+def run_after(bucket, inputs, O):
     """Updates the parameters from O, (kept, ..., m, n)."""
-    weights, k = [local(p) for p in bucket.kept], len(bucket.kept) // len(passes)
+    weights, k = [local(p) for p in bucket.kept], len(bucket.kept) // len(inputs)
     W = [torch.stack(weights)] if k > 1 else [w[None] for w in weights]
-    for args, o, w in zip(passes, O.split(k), W):
+    for args, o, w in zip(inputs, O.split(k), W):
         run_compiled(after_pass, bucket.group, VARIANTS[bucket.group["variant"]].after, *args, o, w)
     if k > 1:
         torch._foreach_copy_(weights, list(W[0]))
@@ -423,26 +423,26 @@ def step_sharded(buckets, found_inf):
     """In three loops: what a bucket sends is on its way while the next one is computed."""
     sent, sent_back = [], []
     for bucket in buckets:
-        X, passes = run_before(bucket, found_inf)  # (all matrices, rows here, n)
+        X, inputs = run_before(bucket, found_inf)  # (all matrices, rows here, n)
         counts, (m, n) = [len(share) for share in bucket.shares], bucket.kept[0].shape
-        most = -(-m // len(counts))  # each rank has as many rows as the first, until none are left
+        most = -(-m // len(counts))  # rows of a rank, as FSDP2 cuts them; the last may have fewer or none
         rows = [min(most, max(0, m - r * most)) for r in range(len(counts))]
         shapes = [(counts[bucket.rank], height, n) for height in rows]  # what comes: each rank's rows of this share
-        sent.append((bucket, passes, rows, exchange(bucket.mesh, X.split(counts), shapes)))
-    for bucket, passes, rows, (parts, handle) in sent:
+        sent.append((bucket, inputs, rows, exchange(bucket.mesh, X.split(counts), shapes)))
+    for bucket, inputs, rows, (parts, handle) in sent:
         handle.wait()
         X, group = torch.cat(parts, 1), bucket.group  # (matrices of this rank's share, m, n)
         O = newton_schulz(X, group["ns_steps"], group["ns_eps"], X.dtype, group["ns_coefficients"])
         shapes = [(len(share), rows[bucket.rank], O.size(2)) for share in bucket.shares]  # rows here of each share
-        sent_back.append((bucket, passes, exchange(bucket.mesh, O.split(rows, 1), shapes)))
-    for bucket, passes, (parts, handle) in sent_back:
+        sent_back.append((bucket, inputs, exchange(bucket.mesh, O.split(rows, 1), shapes)))
+    for bucket, inputs, (parts, handle) in sent_back:
         handle.wait()
-        run_after(bucket, passes, torch.cat(parts))
+        run_after(bucket, inputs, torch.cat(parts))
 
 def exchange(mesh, parts, shapes):
     """Begins to send parts[r] to rank r. Returns the tensors that come, of shapes[r] from rank r, and a handle."""
     flat, counts = torch.cat([part.flatten() for part in parts]), [part.numel() for part in parts]
-    sizes = [torch.Size(shape).numel() for shape in shapes]
+    sizes = [math.prod(shape) for shape in shapes]
     into = flat.new_empty(sum(sizes))
     handle = dist.all_to_all_single(into, flat, sizes, counts, mesh.get_group(), async_op=True)
     return [t.view(shape) for t, shape in zip(into.split(sizes), shapes)], handle
