@@ -51,8 +51,8 @@ def newton_schulz_gram(X, steps=5, coefficients=JORDAN):
     """newton_schulz of k wide matrices of unit norm: X, (k, m, n), m <= n, is overwritten. Returns (k, m, n).
 
     A step is X <- ZX, where R = XXᵀ and Z = aI + bR + cR². Polynomials in R commute, so the R of the next step is ZRZ:
-    products of (m, m) matrices only, cheaper than XXᵀ if n >= 2m. Rounding would build up, so two steps that share an
-    XXᵀ are followed by one alone: five are 2 + 1 + 2. With coefficients other than Jordan's, all are alone."""
+    products of (m, m) matrices, no dearer than XXᵀ if n >= 2m, and one ZX serves both. Rounding would build up, so a
+    pair of steps is followed by one alone: five are 2 + 1 + 2. With coefficients other than Jordan's, all are alone."""
     m, n = X.shape[-2:]
     Y, jordan, pair = torch.empty_like(X), tuple(coefficients) == JORDAN, False
     triples = [coefficients] if isinstance(coefficients[0], (int, float)) else [*coefficients]
@@ -62,7 +62,7 @@ def newton_schulz_gram(X, steps=5, coefficients=JORDAN):
         R = Shifted(shift, X @ X.mT)
         R.rest.diagonal(dim1=-2, dim2=-1).sub_(shift)
         Z = polynomial(R, todo.pop(0))
-        pair = jordan and n >= 2 * m and bool(todo) and not pair  # shares XXᵀ with the next, but not twice on end
+        pair = jordan and n >= 2 * m and bool(todo) and not pair  # with the next step; never two pairs in a row
         if pair:
             next_R = product(product(R, Z), Z)
             Z = product(Z, polynomial(next_R, todo.pop(0)))  # of both steps
@@ -172,7 +172,7 @@ UPDATE_SCALES = {  # s of an (m, n) matrix, by adjust_lr_fn
 # Compiled and in place, on k parameters; where skip, (k, ..., 1, 1), is 1, weights and state stay.
 
 def before_pass(proxy, h, G, S, skip, X):
-    """Updates S; writes the proxy to X, normalised and wide; with a mesh as it is, as step_sharded does that later."""
+    """Updates S; writes the proxy to X, normalised and wide; with a mesh as it is, as step_sharded normalises later."""
     S["step"].add_(1 - skip)
     Y, S_new = proxy(upcast(G), {name: upcast(s) for name, s in S.items()}, h)
     store(S_new, S, skip)
@@ -205,7 +205,7 @@ def run_compiled(function, group, rule, h, G, *args):
     if group["compile"]:
         try:
             return compiled(function, G.is_cuda)(rule, h, G, *args)
-        except torch._dynamo.exc.TorchDynamoException as error:  # raised before a graph is run
+        except torch._dynamo.exc.TorchDynamoException as error:  # as a rule before anything is computed
             group["compile"] = False
             warnings.warn(f"Muon runs uncompiled, as torch.compile failed; is there a C++ compiler? ({error!r:.150})")
     return function(rule, h, G, *args)
@@ -224,7 +224,7 @@ class Muon(torch.optim.Optimizer):
     variant: a key of VARIANTS. momentum: β. gamma: γ of muon-nsr and muon-nsr-post. beta2: β₂ of normuon and muon2.
     weight_decay: λ, times η but not s. eps: ε of all but muon. ns_...: see newton_schulz.
     state_dtype: of the buffers, None for fp32 (fp64 for fp64 parameters); in bf16 averages with β above 0.996 stall.
-    compile: the passes around Newton-Schulz; they run eagerly, after one warning, where no compiler works.
+    compile: the passes around Newton-Schulz; they run eagerly, after a warning, where no compiler works.
     found_inf, an attribute that may be set, as torch's fused AdamW has it: where this tensor () is 1, nothing changes.
 
     With a process group each rank keeps the state of, and updates, its share of the parameters; then all have the same
@@ -301,9 +301,9 @@ class Muon(torch.optim.Optimizer):
         return Bucket(group, mesh, rank, shares, kept, state)
 
     def state_dict(self):
-        """torch's. With several ranks it has, and says so, this rank's share alone: save full_state_dict() instead."""
-        shared = any(mesh_of(p) is None for group in self.param_groups for p in group["params"])
-        return super().state_dict() | ({"share": rank_and_world()} if shared and rank_and_world() != (0, 1) else {})
+        """torch's; with several ranks this rank's share alone, marked by "share": save full_state_dict() instead."""
+        unsharded = any(mesh_of(p) is None for group in self.param_groups for p in group["params"])
+        return super().state_dict() | ({"share": rank_and_world()} if unsharded and rank_and_world() != (0, 1) else {})
 
     def full_state_dict(self):
         """The whole state, on the CPU, to rank 0; {} to the others. All ranks must call it."""
@@ -326,10 +326,10 @@ class Muon(torch.optim.Optimizer):
             raise ValueError("the state is one rank's share: save what full_state_dict() returns on rank 0")
         groups, state = [], {}
         for own, other in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            groups.append(own | other | {"compile": own["compile"]})  # older states lack options
+            groups.append(own | other | {"compile": own["compile"]})  # own: for options that an older state lacks
             for p, i in zip(own["params"], other["params"]):
-                state[p] = {name: t if name == "step" else sharded_like(t, p)
-                            for name, t in state_dict["state"].get(i, {}).items()}
+                saved = state_dict["state"].get(i, {})
+                state[p] = {name: t if name == "step" else sharded_like(t, p) for name, t in saved.items()}
                 found = {name: tuple(t.shape) for name, t in state[p].items()}
                 expected = {name: tuple(t.shape) for name, t in zero_state(own, p, device="meta").items()}
                 if other.get("variant") != own["variant"] or found and found != expected:
@@ -350,7 +350,7 @@ def alike(params, world):
         kinds.setdefault((p.shape, p.dtype, p.device, mesh_of(p)), []).append(p)
     for same in sorted(kinds.values(), key=lambda same: -work(same[0])):
         numel, gpu = same[0].numel(), same[0].is_cuda
-        most = world * (max(1, 2**27 // world // numel) if gpu else max(2, 2**20 // numel))  # 2: one a core at least
+        most = world * (max(1, 2**27 // world // numel) if gpu else max(2, 2**20 // numel))  # one alone leaves cores idle
         yield from (same[i:i + most] for i in range(0, len(same), most))
 
 def work(p):
@@ -426,15 +426,15 @@ def step_sharded(buckets, found_inf):
         X, inputs = run_before(bucket, found_inf)  # (all matrices, rows here, n)
         counts, (m, n) = [len(share) for share in bucket.shares], bucket.kept[0].shape
         most = -(-m // len(counts))  # rows of a rank, as FSDP2 cuts them; the last may have fewer or none
-        rows = [min(most, max(0, m - r * most)) for r in range(len(counts))]
-        shapes = [(counts[bucket.rank], height, n) for height in rows]  # what comes: each rank's rows of this share
-        sent.append((bucket, inputs, rows, exchange(bucket.mesh, X.split(counts), shapes)))
-    for bucket, inputs, rows, (parts, handle) in sent:
+        heights = [min(most, max(0, m - r * most)) for r in range(len(counts))]
+        shapes = [(counts[bucket.rank], height, n) for height in heights]  # what comes: each rank's rows of this share
+        sent.append((bucket, inputs, heights, exchange(bucket.mesh, X.split(counts), shapes)))
+    for bucket, inputs, heights, (parts, handle) in sent:
         handle.wait()
         X, group = torch.cat(parts, 1), bucket.group  # (matrices of this rank's share, m, n)
         O = newton_schulz(X, group["ns_steps"], group["ns_eps"], X.dtype, group["ns_coefficients"])
-        shapes = [(len(share), rows[bucket.rank], O.size(2)) for share in bucket.shares]  # rows here of each share
-        sent_back.append((bucket, inputs, exchange(bucket.mesh, O.split(rows, 1), shapes)))
+        shapes = [(len(share), heights[bucket.rank], O.size(2)) for share in bucket.shares]  # rows here of each share
+        sent_back.append((bucket, inputs, exchange(bucket.mesh, O.split(heights, 1), shapes)))
     for bucket, inputs, (parts, handle) in sent_back:
         handle.wait()
         run_after(bucket, inputs, torch.cat(parts))

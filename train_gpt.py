@@ -87,7 +87,7 @@ gpt2 = dict(dataset="openwebtext", block_size=1024, batch_size=480, max_iters=10
             gamma=10.0, schedule="constant", warmup_iters=2000, eval_interval=1000, checkpoint_interval=1000,
             val_tokens=4_194_304)
 PRESETS = {  # "NAME/OPTIMIZER" is applied after "NAME", the command line after both
-    "demo": {},  # both rates from records/map/demo
+    "demo": {},  # as above; these rates, and those below, are from records/map/demo
     "demo/muon": dict(adam_lr=0.02),
     "demo/adamw": dict(learning_rate=3e-3, adam_lr=3e-3),
     "demo/adamuon": dict(adjust_lr_fn="frobenius"),
@@ -108,7 +108,7 @@ rank, local_rank, world = (int(os.environ.get(name, default)) for name, default 
                            [("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)])  # torchrun's, so no flags
 
 def configure(argv: list[str]) -> None:
-    """Sets the globals: preset, then preset/optimizer, then --name=value. --dataset resets a preset's val_dataset."""
+    """Sets the globals: preset, then preset/optimizer, then --name=value. --dataset alone drops val_dataset."""
     global micro_batch_size
     parser = argparse.ArgumentParser(usage="%(prog)s [--name=value ...]", add_help=False, allow_abbrev=False)
     parser.add_argument("-h", "--help", action="store_true")
@@ -337,7 +337,7 @@ def evaluate(model: Model, shards: Shards) -> tuple[float, float]:
     model.eval()
     total = min(max(1, val_tokens // block_size), shards.n_windows)
     mine, sums = range(rank, total, world), torch.zeros(2, dtype=torch.float64, device=device)
-    for i in range(0, -(-total // world), micro_batch_size):  # as many passes on all ranks, for FSDP: may be empty
+    for i in range(0, -(-total // world), micro_batch_size):  # as many on all ranks, for FSDP; the last may be empty
         x_BT, y_BT = shards.read(mine[i:i + micro_batch_size])
         logits_NV = model(x_BT).flatten(0, 1)
         for logits, y in zip(logits_NV.split(2048), y_BT.flatten().split(2048)):  # in parts: fp32 copies stay small
@@ -388,8 +388,8 @@ def newest_first(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"step_{8 * '[0-9]'}.pt"), reverse=True)
 
 def find_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint that torch.save's checksums find whole, in the first of these that has any: this run's own
-    `folder`, for --resume=auto or once torchrun has restarted a --resume=PATH; what --resume names; --init_from."""
+    """The newest whole checkpoint, by torch.save's checksums, of the first place with files: this run's `folder`, for
+    --resume=auto or if torchrun restarted a --resume=PATH; then --resume's; then --init_from."""
     restarted = not eval_only and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     own = newest_first(folder) if resume == "auto" or (resume and restarted) else []
     named = (newest_first(Path(resume)) or [Path(resume)]) if resume not in ("", "auto") else []
@@ -428,11 +428,11 @@ def whole_state(model: Model, optimizers: list[torch.optim.Optimizer]) -> dict:
     """Weights, and the optimizers' buffers by their parameter's name, on rank 0; all ranks have to call it."""
     state = {"model": {name: optim.whole_on_cpu(p) for name, p in model.state_dict().items()}, "optimizer": {}}
     for opt in optimizers:
-        is_muon = isinstance(opt, optim.Muon)  # then beyond rank 0 there are no buffers
+        is_muon = isinstance(opt, optim.Muon)  # its full_state_dict gathers to rank 0, and is {} elsewhere
         buffers = opt.full_state_dict().get("state", {}) if is_muon else opt.state_dict()["state"]
         for i, (name, _) in enumerate(named_parameters(model, opt)):
-            own = buffers.get(i, {})
-            state["optimizer"][name] = own if is_muon else {key: optim.whole_on_cpu(t) for key, t in own.items()}
+            entry = buffers.get(i, {})
+            state["optimizer"][name] = entry if is_muon else {key: optim.whole_on_cpu(t) for key, t in entry.items()}
     return state
 
 def named_parameters(model: Model, opt: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
@@ -457,8 +457,8 @@ def init_ranks() -> None:
     if world > 1:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
-        store = next(dist.rendezvous("env://"))[0]  # torchrun's; a prefix hides dead ranks' keys (pytorch 135712)
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", ""), store)
+        store = next(dist.rendezvous("env://"))[0]  # torchrun's, which outlives a restart, with dead ranks' keys:
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", ""), store)  # pytorch issue 135712
         dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=world)
 
 def build_model(vocab: int) -> Model:
@@ -502,7 +502,7 @@ def open_log(path: Path, facts: str, settings: dict):
 
 def update(step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer], shards: Shards, dry_run=False):
     """One update. Returns, as scalars on the device so that nobody waits for a GPU: the loss of this rank's sequences;
-    the norm of the whole gradient; 1 if nothing changed, as that is not finite or it is a dry run, else 0."""
+    the norm of the whole gradient; 1 if nothing changed, because the norm is not finite or in a dry run, else 0."""
     loss, accumulate = 0.0, batch_size // (micro_batch_size * world)
     for k in range(accumulate):
         first = (k * world + rank) * micro_batch_size
@@ -538,7 +538,7 @@ def main(argv: list[str]) -> None:
     train_shards, val_shards = Shards(dataset, "train"), Shards(val_dataset or dataset, "val")
     if train_shards.vocab != val_shards.vocab:
         sys.exit(f"found {train_shards.vocab} token ids to train on, {val_shards.vocab} to validate: use one tokenizer")
-    resume_folder = Path(resume) if Path(resume).is_dir() else Path(resume).parent  # "": no name
+    resume_folder = Path(resume) if Path(resume).is_dir() else Path(resume).parent  # without PATH: "."
     run = run_name or resume_folder.name or f"{Path(__file__).stem}-{preset}-{optimizer}-seed{seed}"
     log_path, checkpoint_folder = Path("logs", f"{run}.txt"), Path("checkpoints", run)
     if log_path.exists() and not resume and not eval_only and rank == 0:
@@ -548,10 +548,10 @@ def main(argv: list[str]) -> None:
         dist.broadcast_object_list(paths)
     if eval_only and not paths[0]:
         sys.exit("there is nothing to evaluate; give --resume=PATH or --init_from=PATH")
-    for newer in newest_first(checkpoint_folder) if rank == 0 and not eval_only else ():
-        if paths[0] and newer.samefile(paths[0]):
+    for path in newest_first(checkpoint_folder) if rank == 0 and not eval_only else ():
+        if paths[0] and path.samefile(paths[0]):
             break
-        newer.rename(newer.with_suffix(".abandoned"))  # the run goes back to before it, or begins anew
+        path.rename(path.with_suffix(".abandoned"))  # it is newer than where this run begins, or of an earlier run
 
     # model and optimizers
     model = build_model(-(-train_shards.vocab // 64) * 64)  # rows of embedding and head
@@ -586,13 +586,13 @@ def main(argv: list[str]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
     step, skipped, skips_in_a_row = first_step, torch.tensor(float(start["skipped"]), device=device), 0
-    figures, stop = "", False  # of the updates since the last pause: what to log of them; whether to stop
+    report, stop = "", False  # set at the end of each pass: what to log of it; whether any rank got a signal
     while True:
         last = step >= max_iters
         validating = last or step % eval_interval == 0
         val_loss, val_acc = evaluate(model, val_shards) if validating else (0.0, 0.0)
         log(f"step:{step}/{max_iters}" + f" val_loss:{val_loss:.5f}" * validating + f" train_time:{train_time:.3f}s"
-            f" step_avg:{1000 * train_time / max(1, step):.2f}ms" + f" val_acc:{val_acc:.4f}" * validating + figures)
+            f" step_avg:{1000 * train_time / max(1, step):.2f}ms" + f" val_acc:{val_acc:.4f}" * validating + report)
         if skips_in_a_row >= max_skips or not math.isfinite(val_loss):
             log(f"diverged: no finite loss or gradient at update {step}; try --resume=PATH and a lower --learning_rate")
             sys.exit(0 if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) else 1)  # a restart would replay it
@@ -613,13 +613,13 @@ def main(argv: list[str]) -> None:
         torch.get_device_module(device).synchronize()
         seconds = time.perf_counter() - clock
         train_time, tokens_per_s = train_time + seconds, tokens / seconds
-        sums = torch.stack([loss / world, torch.full_like(loss, bool(signals))])  # of all ranks
+        sums = torch.stack([loss / world, torch.full_like(loss, bool(signals))])  # of the last update
         if world > 1:
             dist.all_reduce(sums)
-        stop = sums[1] > 0  # any rank got a signal
-        figures = (f" train_loss:{sums[0]:.5f} grad_norm:{norm:.4f} lr:{learning_rate * lr_factor(step - 1):.6g}"
-                   f" skipped:{skipped:.0f} tokens_per_s:{tokens_per_s:.0f} mfu:{mfu(model, tokens_per_s)}"
-                   f" time_left:{(max_iters - step) * batch_size * block_size / tokens_per_s:.0f}s")
+        stop = sums[1] > 0
+        report = (f" train_loss:{sums[0]:.5f} grad_norm:{norm:.4f} lr:{learning_rate * lr_factor(step - 1):.6g}"
+                  f" skipped:{skipped:.0f} tokens_per_s:{tokens_per_s:.0f} mfu:{mfu(model, tokens_per_s)}"
+                  f" time_left:{(max_iters - step) * batch_size * block_size / tokens_per_s:.0f}s")
 
     # the end
     if last:
