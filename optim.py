@@ -350,7 +350,7 @@ def alike(params, world):
         kinds.setdefault((p.shape, p.dtype, p.device, mesh_of(p)), []).append(p)
     for same in sorted(kinds.values(), key=lambda same: -work(same[0])):
         numel, gpu = same[0].numel(), same[0].is_cuda
-        most = world * (max(1, 2**27 // world // numel) if gpu else max(2, 2**20 // numel))  # one alone leaves cores idle
+        most = world * (max(1, 2**27 // world // numel) if gpu else max(2, 2**20 // numel))  # 1 leaves cores idle
         yield from (same[i:i + most] for i in range(0, len(same), most))
 
 def work(p):
