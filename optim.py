@@ -180,7 +180,7 @@ def before_pass(proxy, h, G, S, skip, X):
 
 def after_pass(after, h, G, S, skip, O, W):
     """Updates W, and S where the variant acts on O."""
-    O = upcast(O.mT if O.shape != W.shape else O)  # it was transposed if it is tall
+    O = upcast(O.mT if O.shape != W.shape else O)  # O is wide where W is tall
     if after is not None:
         O, S_new = after(O, upcast(G), {name: upcast(s) for name, s in S.items()}, h)
         store(S_new, S, skip)
@@ -205,12 +205,21 @@ def run_compiled(function, group, rule, h, G, *args):
     if group["compile"]:
         try:
             return compiled(function, G.is_cuda)(rule, h, G, *args)
-        except torch._dynamo.exc.TorchDynamoException as error:  # as a rule before anything is computed
+        except torch._dynamo.exc.TorchDynamoException as error:  # usually before anything is computed
             group["compile"] = False
             warnings.warn(f"Muon runs uncompiled, as torch.compile failed; is there a C++ compiler? ({error!r:.150})")
     return function(rule, h, G, *args)
 
 # ---- The optimizer ---------------------------------------------------------------------------------------------------
+def rank_and_world():
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+def mesh_of(p):
+    return getattr(p, "device_mesh", None)
+
+def local(t):
+    return t.to_local() if isinstance(t, DTensor) else t
+
 # Parameters of one group that are alike. shares[r]: those that rank r orthogonalises. kept: those with state here, in
 # the order of state's buffers, (kept, ..., m, n): this rank's share or, with a mesh, all, as it has rows of each.
 Bucket = namedtuple("Bucket", "group mesh rank shares kept state")
@@ -293,11 +302,11 @@ class Muon(torch.optim.Optimizer):
         state = zero_state(group, local(params[0]), len(kept))
         old = {p: self.state.pop(p, {}) for p in params}
         for name, buffer in state.items():
-            for p, row in zip(kept, buffer):
-                row.copy_(local(old[p].get(name, row)))  # without an old one it stays 0
+            for p, own in zip(kept, buffer):
+                own.copy_(local(old[p].get(name, own)))  # without an old one it stays 0
                 if mesh is not None and name != "step":
-                    row = DTensor.from_local(row, mesh, p.placements, shape=(len(p), row.size(1)), stride=row.stride())
-                self.state[p][name] = row
+                    own = DTensor.from_local(own, mesh, p.placements, shape=(len(p), own.size(1)), stride=own.stride())
+                self.state[p][name] = own
         return Bucket(group, mesh, rank, shares, kept, state)
 
     def state_dict(self):
@@ -340,9 +349,6 @@ class Muon(torch.optim.Optimizer):
         self._plan = None
         self._buckets()  # copies what this rank keeps
 
-def rank_and_world():
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
 def alike(params, world):
     """Lists of like parameters, most work first, of up to 2**27 numbers on a GPU, on a CPU 2**20 a rank (its cache)."""
     kinds = {}
@@ -350,7 +356,7 @@ def alike(params, world):
         kinds.setdefault((p.shape, p.dtype, p.device, mesh_of(p)), []).append(p)
     for same in sorted(kinds.values(), key=lambda same: -work(same[0])):
         numel, gpu = same[0].numel(), same[0].is_cuda
-        most = world * (max(1, 2**27 // world // numel) if gpu else max(2, 2**20 // numel))  # 1 leaves cores idle
+        most = world * (max(1, 2**27 // world // numel) if gpu else max(2, 2**20 // numel))  # one idles cores
         yield from (same[i:i + most] for i in range(0, len(same), most))
 
 def work(p):
@@ -382,7 +388,7 @@ def step_shares(buckets, found_inf):
         handle.wait()
 
 def run_before(bucket, found_inf):
-    """Returns what goes to Newton-Schulz, (kept, ..., m, n), and the inputs of each pass, for run_after too. On a CPU,
+    """Returns X for Newton-Schulz, wide or rows of this rank, and the inputs of each pass, for run_after too. On a CPU,
     where copies cost, a pass takes one parameter; on a GPU, where launches cost, or if they are sharded, all."""
     group, mesh, params, like = bucket.group, bucket.mesh, bucket.kept, local(bucket.kept[0])
     k = len(params) if like.is_cuda or mesh is not None else 1
@@ -401,7 +407,7 @@ def run_before(bucket, found_inf):
     return X, inputs
 
 def run_after(bucket, inputs, O):
-    """Updates the parameters from O, (kept, ..., m, n)."""
+    """Updates the parameters from O, as wide as X of run_before or rows of this rank."""
     weights, k = [local(p) for p in bucket.kept], len(bucket.kept) // len(inputs)
     W = [torch.stack(weights)] if k > 1 else [w[None] for w in weights]
     for args, o, w in zip(inputs, O.split(k), W):
@@ -412,7 +418,7 @@ def run_after(bucket, inputs, O):
 def hyperparameters(group, p):
     """h of the rules. Numbers are tensors () on the CPU, which a GPU takes too, so that new ones do not recompile."""
     dtype, scale = torch.promote_types(p.dtype, torch.float32), UPDATE_SCALES[group["adjust_lr_fn"]](*p.shape[-2:])
-    return {name: torch.as_tensor(x, dtype=dtype, device="cpu") if type(x) in (int, float, Tensor) else x
+    return {name: torch.as_tensor(x, dtype=dtype, device="cpu") if isinstance(x, (float, Tensor)) else x
             for name, x in (group | {"params": None, "mesh": mesh_of(p), "scale": scale}).items()}
 
 # ---- Matrices sharded by rows, as FSDP2's fully_shard makes them -----------------------------------------------------
@@ -451,12 +457,6 @@ def exchange(mesh, parts, shapes):
 def sum_over(mesh, t):
     dist.all_reduce(t, group=mesh.get_group())
     return t
-
-def mesh_of(p):
-    return getattr(p, "device_mesh", None)
-
-def local(t):
-    return t.to_local() if isinstance(t, DTensor) else t
 
 def whole_on_cpu(t):
     """A copy of t, which may be sharded, to rank 0, and None to the others; all ranks must call it."""

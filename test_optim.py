@@ -463,8 +463,8 @@ def test_compiled_is_eager_and_nothing_that_changes_recompiles(variant):
                 run(opt, params, 1, start=step)
                 if step == 0:
                     warm = graphs()
-                opt.param_groups[0].update(lr=0.02 - 0.001 * step, weight_decay=0.1 + 0.01 * step, gamma=10.0 + step,
-                                           momentum=0.9 + 0.005 * step, beta2=0.9 + 0.005 * step)
+                opt.param_groups[0].update(lr=np.float64(0.02 - 0.001 * step), weight_decay=0.1 + 0.01 * step,
+                                           gamma=10.0 + step, momentum=0.9 + 0.005 * step, beta2=0.9 + 0.005 * step)
             more = parameters((40, 24), (8, 48))
             run(Muon(more, lr=0.1, variant=variant, compile=compile, ns_dtype=torch.float32), more, 2)
             results.append(params + more)

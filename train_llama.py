@@ -97,7 +97,7 @@ suite_b = dict(dataset="fineweb", block_size=512, tied=True, fused_qkv=True, ini
 llama = dict(suite_b, block_size=2048, learning_rate=3e-4, adam_lr=3e-4, batch_size=512, micro_batch_size=2,
              max_iters=50_000, eval_interval=250, activation_checkpointing=True, fsdp=True)
 PRESETS = {  # "NAME/OPTIMIZER" is applied after "NAME", the command line after both
-    "demo": {},  # as above; these rates, and those below, are from records/map/demo
+    "demo": {},  # as above; all rates of demo and demo/* are from records/map/demo
     "demo/muon": dict(adam_lr=0.02),
     "demo/adamw": dict(learning_rate=3e-3, adam_lr=3e-3),
     "demo/adamuon": dict(adjust_lr_fn="frobenius"),
@@ -118,22 +118,22 @@ PRESETS = {  # "NAME/OPTIMIZER" is applied after "NAME", the command line after 
     "suite-b-210m": dict(suite_b, n_layer=24, n_head=12, n_embd=768, n_ffn=2048, batch_size=256, micro_batch_size=32,
                          max_iters=128_000, adam_beta2=0.999, grad_clip=0.5, eval_interval=115,
                          checkpoint_interval=1150),
-    "suite-b-210m/adamuon": dict(adjust_lr_fn="frobenius"),
     "suite-b-720m": dict(suite_b, n_layer=12, n_head=16, n_embd=2048, n_ffn=5632, batch_size=1984, micro_batch_size=8,
                          max_iters=48_000, adam_beta2=0.99, grad_clip=0.1, log_interval=1, eval_interval=200),
-    "suite-b-720m/adamuon": dict(adjust_lr_fn="frobenius"),
-    "llama-3b": dict(llama, n_layer=26, n_head=32, n_embd=3200, n_ffn=8640),  # shapes of OpenLLaMA 3B and LLaMA 7B
+    "llama-3b": dict(llama, n_layer=26, n_head=32, n_embd=3200, n_ffn=8640),  # sizes of OpenLLaMA 3B and LLaMA 7B
     "llama-7b": dict(llama, n_layer=32, n_head=32, n_embd=4096, n_ffn=11_008),
+    **{f"{name}/adamuon": dict(adjust_lr_fn="frobenius") for name in
+       ("suite-b-210m", "suite-b-720m", "llama-3b", "llama-7b")},
 }
 
 # ---- Configuration ---------------------------------------------------------------------------------------------------
-SOURCES = [Path(file).read_text(encoding="utf-8") for file in (__file__, optim.__file__)]  # for the log
+SOURCES = [Path(file).read_text(encoding="utf-8") for file in (__file__, optim.__file__)]  # for --help and the log
 GLOBALS = [name for name, value in list(globals().items()) if type(value) in (bool, int, float, str) and name[0] != "_"]
 CHOICES = dict(preset=[name for name in PRESETS if "/" not in name], optimizer=["adamw", *optim.VARIANTS],
                adjust_lr_fn=list(optim.UPDATE_SCALES), schedule=["constant", "cosine", "wsd"],
                dtype=["auto", "float32", "bfloat16"], param_dtype=["float32", "bfloat16"], device={"cpu", device})
 rank, local_rank, world = (int(os.environ.get(name, default)) for name, default in
-                           [("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)])  # torchrun's, so no flags
+                           [("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)])  # below GLOBALS, so no flags
 
 def configure(argv: list[str]) -> None:
     """Sets the globals: preset, then preset/optimizer, then --name=value. --dataset alone drops val_dataset."""
@@ -327,7 +327,7 @@ def build_optimizers(model: Model) -> list[torch.optim.Optimizer]:
             eps=muon_eps,
             ns_steps=ns_steps,
             ns_eps=ns_eps,
-            ns_dtype=torch.bfloat16 if fast_bf16() else torch.float32,
+            ns_dtype=torch.bfloat16 if fast_bf16() else torch.float32,  # whatever dtype is
             adjust_lr_fn=adjust_lr_fn,
             state_dtype=torch.bfloat16 if param_dtype == "bfloat16" else None,
             compile=compile,
@@ -417,9 +417,9 @@ def save_checkpoint(folder: Path, content: dict) -> None:
 def newest_first(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"step_{8 * '[0-9]'}.pt"), reverse=True)
 
-def find_checkpoint(folder: Path) -> Path | None:
+def find_checkpoint(folder: Path) -> tuple[Path | None, bool]:
     """The newest whole checkpoint, by torch.save's checksums, of the first place with files: this run's `folder`, for
-    --resume=auto or if torchrun restarted a --resume=PATH; then --resume's; then --init_from."""
+    --resume=auto or if torchrun restarted a --resume=PATH; then --resume's; then --init_from. And: weights alone?"""
     restarted = not eval_only and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     own = newest_first(folder) if resume == "auto" or (resume and restarted) else []
     named = (newest_first(Path(resume)) or [Path(resume)]) if resume not in ("", "auto") else []
@@ -428,29 +428,30 @@ def find_checkpoint(folder: Path) -> Path | None:
         try:
             problem = zipfile.ZipFile(path).testzip()
             if not problem:
-                return path
+                return path, eval_only or not (own or named)
         except Exception as error:  # a damaged file may raise nearly any
             problem = error
         print(f"passing over {path}, which cannot be read: {problem}", file=sys.stderr)
-    if paths:
-        sys.exit(f"found no checkpoint to begin from, last {path}: {problem}; give another path or --run_name")
+    if paths or eval_only:
+        sys.exit(f"found no checkpoint in {[*map(str, paths)]}; give another --resume=PATH, --init_from or --run_name")
+    return None, False
 
-def load_checkpoint(path: Path, model: Model, optimizers: list[torch.optim.Optimizer]) -> dict:
+def load_checkpoint(path: Path, weights_only: bool, model: Model, optimizers: list[torch.optim.Optimizer]) -> dict:
     """Loads weights and, by the parameters' names, optimizer state. Returns where to go on; {} if weights alone."""
     saved, own = torch.load(path, map_location="cpu", weights_only=True, mmap=True), model.state_dict()
     different = {(name, t.shape) for name, t in saved["model"].items()} ^ {(name, p.shape) for name, p in own.items()}
     if different:
         sys.exit(f"{path} is of another model, which differs in {', '.join(sorted({name for name, _ in different}))}")
     model.load_state_dict({name: optim.sharded_like(saved["model"][name], p) for name, p in own.items()})
-    if eval_only or path == Path(init_from):  # weights only
+    if weights_only:
         return {}
     if saved["globals"]["optimizer"] != optimizer:
         sys.exit(f"{path} is of --optimizer={saved['globals']['optimizer']}; pass that")
     for opt in optimizers:
-        state = {}
+        state = {}  # of which Muon keeps its share
         for i, (name, p) in enumerate(named_parameters(model, opt)):
-            buffers = saved["optimizer"][name]
-            state[i] = {key: t if key == "step" else optim.sharded_like(t, p) for key, t in buffers.items()}
+            entry = saved["optimizer"][name]
+            state[i] = {key: t if key == "step" else optim.sharded_like(t, p) for key, t in entry.items()}
         opt.load_state_dict({"state": state, "param_groups": opt.state_dict()["param_groups"]})  # lr … of this run
     return {name: saved[name] for name in ("step", "train_time", "skipped", "globals")}
 
@@ -568,28 +569,27 @@ def main(argv: list[str]) -> None:
     train_shards, val_shards = Shards(dataset, "train"), Shards(val_dataset or dataset, "val")
     if train_shards.vocab != val_shards.vocab:
         sys.exit(f"found {train_shards.vocab} token ids to train on, {val_shards.vocab} to validate: use one tokenizer")
-    resume_folder = Path(resume) if Path(resume).is_dir() else Path(resume).parent  # without PATH: "."
+    resume_folder = Path(resume) if Path(resume).is_dir() else Path(resume).parent  # "", auto: ".", no name
     run = run_name or resume_folder.name or f"{Path(__file__).stem}-{preset}-{optimizer}-seed{seed}"
     log_path, checkpoint_folder = Path("logs", f"{run}.txt"), Path("checkpoints", run)
     if log_path.exists() and not resume and not eval_only and rank == 0:
         sys.exit(f"{log_path} exists; give another --run_name, or go on with --resume=auto")
-    paths = [find_checkpoint(checkpoint_folder) if rank == 0 else None]
+    found = [find_checkpoint(checkpoint_folder) if rank == 0 else None]
     if world > 1:
-        dist.broadcast_object_list(paths)
-    if eval_only and not paths[0]:
-        sys.exit("there is nothing to evaluate; give --resume=PATH or --init_from=PATH")
-    for path in newest_first(checkpoint_folder) if rank == 0 and not eval_only else ():
-        if paths[0] and path.samefile(paths[0]):
+        dist.broadcast_object_list(found)
+    path, weights_only = found[0]
+    for other in newest_first(checkpoint_folder) if rank == 0 and not eval_only else ():
+        if path and path.samefile(other):
             break
-        path.rename(path.with_suffix(".abandoned"))  # it is newer than where this run begins, or of an earlier run
+        other.rename(other.with_suffix(".abandoned"))  # it is newer than where this run begins, or of an earlier run
 
     # model and optimizers
     model = build_model(-(-train_shards.vocab // 64) * 64)  # rows of embedding and head
     optimizers = build_optimizers(model)
     settings = {name: globals()[name] for name in GLOBALS}
     start = dict(step=0, train_time=0.0, skipped=0, globals=settings)
-    if paths[0]:
-        start |= load_checkpoint(paths[0], model, optimizers)
+    if path:
+        start |= load_checkpoint(path, weights_only, model, optimizers)
     if eval_only:
         val_loss, val_acc = evaluate(model, val_shards)
         if rank == 0:
@@ -616,7 +616,7 @@ def main(argv: list[str]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
     step, skipped, skips_in_a_row = first_step, torch.tensor(float(start["skipped"]), device=device), 0
-    report, stop = "", False  # set at the end of each pass: what to log of it; whether any rank got a signal
+    report, stop = "", False  # of the updates before this pause, once there are any
     while True:
         last = step >= max_iters
         validating = last or step % eval_interval == 0
@@ -643,11 +643,11 @@ def main(argv: list[str]) -> None:
         torch.get_device_module(device).synchronize()
         seconds = time.perf_counter() - clock
         train_time, tokens_per_s = train_time + seconds, tokens / seconds
-        sums = torch.stack([loss / world, torch.full_like(loss, bool(signals))])  # of the last update
+        sums = torch.stack([loss / world, torch.full_like(loss, bool(signals))])
         if world > 1:
             dist.all_reduce(sums)
-        stop = sums[1] > 0
-        report = (f" train_loss:{sums[0]:.5f} grad_norm:{norm:.4f} lr:{learning_rate * lr_factor(step - 1):.6g}"
+        train_loss, stop = sums[0], sums[1] > 0  # of the last update; whether any rank got a signal
+        report = (f" train_loss:{train_loss:.5f} grad_norm:{norm:.4f} lr:{learning_rate * lr_factor(step - 1):.6g}"
                   f" skipped:{skipped:.0f} tokens_per_s:{tokens_per_s:.0f} mfu:{mfu(model, tokens_per_s)}"
                   f" time_left:{(max_iters - step) * batch_size * block_size / tokens_per_s:.0f}s")
 

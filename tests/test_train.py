@@ -281,7 +281,7 @@ def test_newest_is_the_highest_step_and_a_run_may_go_back(monkeypatch):
     os.utime("checkpoints/run/step_00000002.pt")  # as copying may leave it
     Path("checkpoints/run/step_best.pt").touch()  # someone's own
     t = fresh(resume="auto")
-    assert t.find_checkpoint(Path("checkpoints/run")).name == "step_00000008.pt"
+    assert t.find_checkpoint(Path("checkpoints/run"))[0].name == "step_00000008.pt"
     pytest.raises(SystemExit, train, "run", resume="checkpoints/run/step_00000002.pt", optimizer="adamw")  # fails early
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # and torchrun starts the same command again
     train("run", resume="checkpoints/run/step_00000002.pt", max_iters=4)
@@ -293,7 +293,7 @@ def test_newest_is_the_highest_step_and_a_run_may_go_back(monkeypatch):
     assert re.findall("^resumed:step:(.)", Path("logs/run.txt").read_text(), re.M) == ["2", "4", "6"]
     os.unlink("logs/run.txt")
     train("run", checkpoint_interval=2, max_iters=2)  # begins anew
-    assert t.find_checkpoint(Path("checkpoints/run")).name == "step_00000002.pt"
+    assert t.find_checkpoint(Path("checkpoints/run"))[0].name == "step_00000002.pt"
 
 def mlp_first(module):
     class Block(module.Block):
@@ -370,9 +370,9 @@ MISTAKES = {
     "indivisible batch": ("--batch_size=9", "no multiple of --micro_batch_size=4"),
     "context beyond the data": ("--block_size=4096", "longer than any train shard"),
     "a name that exists": ("--run_name=there", "--resume=auto", lambda: train("there", max_iters=0)),
-    "no checkpoint": ("--resume=nothing.pt", "found no checkpoint to begin from, last nothing.pt"),
-    "nothing to evaluate": ("--eval_only=true", "give --resume=PATH"),
-    "no weights": ("--init_from=nothing.pt", "found no checkpoint to begin from, last nothing.pt"),
+    "no checkpoint": ("--resume=nothing.pt", "found no checkpoint in ['nothing.pt']; give"),
+    "nothing to evaluate": ("--eval_only=true", "give another --resume=PATH"),
+    "no weights": ("--init_from=nothing.pt", "found no checkpoint in ['nothing.pt']; give"),
 }
 
 @pytest.mark.parametrize("mistake", MISTAKES)
