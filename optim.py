@@ -6,8 +6,8 @@ Muon-NSR and Muon-VS of the paper "Variance-Adaptive Muon", and the Muons it com
     adamw = torch.optim.AdamW(embeddings_head_and_vectors, lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
 A variant is one or two pure functions of gradient and state. Lines and symbols are those of the paper's Algorithm 1: W
-weights, G gradient, M momentum, Γ variance, O orthogonalised; η lr, λ weight decay, β momentum, γ Muon-NSR's factor, ε
-stabiliser; hat: bias-corrected; tilde: with Nesterov's lookahead. m is the number of outputs, n of inputs.
+weights, G gradient, M momentum, Γ variance, O orthogonalised; η lr, s its scale, λ weight decay, β momentum, γ Muon-NSR's
+factor, ε stabiliser; hat: bias-corrected; tilde: with Nesterov's lookahead. m is the number of outputs, n of inputs.
 """
 import functools, math, warnings
 from collections import namedtuple
@@ -169,7 +169,7 @@ UPDATE_SCALES = {  # s of an (m, n) matrix, by adjust_lr_fn
 }
 
 # ---- The passes before and behind Newton-Schulz ----------------------------------------------------------------------
-# Compiled and in place, on k parameters; where skip, (k, ..., 1, 1), is 1, weights and state stay.
+# Compiled and in place, on k parameters; where skip, (k, 1, ..., 1), is 1, weights and state stay.
 
 def before_pass(proxy, h, G, S, skip, X):
     """Updates S; writes the proxy to X, normalised and wide; with a mesh as it is, as step_sharded normalises later."""
@@ -310,7 +310,7 @@ class Muon(torch.optim.Optimizer):
         return Bucket(group, mesh, rank, shares, kept, state)
 
     def state_dict(self):
-        """torch's; with several ranks this rank's share alone, marked by "share": save full_state_dict() instead."""
+        """torch's; of matrices that ranks share out this rank's, marked "share": save full_state_dict() instead."""
         unsharded = any(mesh_of(p) is None for group in self.param_groups for p in group["params"])
         return super().state_dict() | ({"share": rank_and_world()} if unsharded and rank_and_world() != (0, 1) else {})
 
@@ -422,7 +422,7 @@ def hyperparameters(group, p):
             for name, x in (group | {"params": None, "mesh": mesh_of(p), "scale": scale}).items()}
 
 # ---- Matrices sharded by rows, as FSDP2's fully_shard makes them -----------------------------------------------------
-# Rules act on entries, so momentum and variance live, and change, where their rows are. Newton-Schulz takes a whole
+# Rules act on entries or rows, so state lives, and changes, where its rows are. Newton-Schulz takes a whole
 # matrix: the rows of its proxy travel to the rank whose share it is in, and those of the result back.
 
 def step_sharded(buckets, found_inf):

@@ -74,7 +74,7 @@ wandb = ""                    # project to log to; needs: pip install wandb
 # system
 seed = 1                      # of initialisation and data order
 device = "cuda" if torch.cuda.is_available() else "cpu"
-dtype = "auto"                # float32 (on a GPU TF32), bfloat16 (autocast); auto: bfloat16 where that is faster
+dtype = "auto"                # float32 (on a GPU TF32), bfloat16 (autocast); auto: bfloat16 if faster or param_dtype is
 param_dtype = "float32"       # bfloat16: parameters and optimizer state are bf16 too
 compile = True                # torch.compile of blocks, loss and Muon
 fsdp = False                  # shard weights, gradients and state by rows (FSDP2), instead of DDP
@@ -406,14 +406,14 @@ def find_checkpoint(folder: Path) -> tuple[Path | None, bool]:
         sys.exit(f"found no checkpoint in {[*map(str, paths)]}; give another --resume=PATH, --init_from or --run_name")
     return None, False
 
-def load_checkpoint(path: Path, weights_only: bool, model: Model, optimizers: list[torch.optim.Optimizer]) -> dict:
+def load_checkpoint(path: Path, weights_alone: bool, model: Model, optimizers: list[torch.optim.Optimizer]) -> dict:
     """Loads weights and, by the parameters' names, optimizer state. Returns where to go on; {} if weights alone."""
     saved, own = torch.load(path, map_location="cpu", weights_only=True, mmap=True), model.state_dict()
     different = {(name, t.shape) for name, t in saved["model"].items()} ^ {(name, p.shape) for name, p in own.items()}
     if different:
         sys.exit(f"{path} is of another model, which differs in {', '.join(sorted({name for name, _ in different}))}")
     model.load_state_dict({name: optim.sharded_like(saved["model"][name], p) for name, p in own.items()})
-    if weights_only:
+    if weights_alone:
         return {}
     if saved["globals"]["optimizer"] != optimizer:
         sys.exit(f"{path} is of --optimizer={saved['globals']['optimizer']}; pass that")
@@ -547,7 +547,7 @@ def main(argv: list[str]) -> None:
     found = [find_checkpoint(checkpoint_folder) if rank == 0 else None]
     if world > 1:
         dist.broadcast_object_list(found)
-    path, weights_only = found[0]
+    path, weights_alone = found[0]
     for other in newest_first(checkpoint_folder) if rank == 0 and not eval_only else ():
         if path and path.samefile(other):
             break
@@ -559,7 +559,7 @@ def main(argv: list[str]) -> None:
     settings = {name: globals()[name] for name in GLOBALS}
     start = dict(step=0, train_time=0.0, skipped=0, globals=settings)
     if path:
-        start |= load_checkpoint(path, weights_only, model, optimizers)
+        start |= load_checkpoint(path, weights_alone, model, optimizers)
     if eval_only:
         val_loss, val_acc = evaluate(model, val_shards)
         if rank == 0:
