@@ -6,8 +6,8 @@ Muon-NSR and Muon-VS of the paper "Variance-Adaptive Muon", and the Muons it com
     adamw = torch.optim.AdamW(embeddings_head_and_vectors, lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
 A variant is one or two pure functions of gradient and state. Lines and symbols are those of the paper's Algorithm 1: W
-weights, G gradient, M momentum, Γ variance, O orthogonalised; η lr, s its scale, λ weight decay, β momentum, γ factor of
-Muon-NSR, ε stabiliser; hat: bias-corrected; tilde: with Nesterov's lookahead. m is the number of outputs, n of inputs.
+weights, G gradient, M momentum, Γ variance, O orthogonalised; η lr, s its scale, λ weight decay, β momentum, γ factor
+of Muon-NSR, ε stabiliser; hat: bias-corrected; tilde: with Nesterov's lookahead. m counts outputs, n inputs.
 """
 import functools, math, warnings
 from collections import namedtuple
