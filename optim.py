@@ -310,7 +310,7 @@ class Muon(torch.optim.Optimizer):
         return Bucket(group, mesh, rank, shares, kept, state)
 
     def state_dict(self):
-        """torch's; of matrices that ranks share out this rank's, marked "share": save full_state_dict() instead."""
+        """torch's. With several ranks it has only this rank's share, marked "share": save full_state_dict() instead."""
         unsharded = any(mesh_of(p) is None for group in self.param_groups for p in group["params"])
         return super().state_dict() | ({"share": rank_and_world()} if unsharded and rank_and_world() != (0, 1) else {})
 
@@ -350,14 +350,13 @@ class Muon(torch.optim.Optimizer):
         self._buckets()  # copies what this rank keeps
 
 def alike(params, world):
-    """Lists of like parameters, most work first, of up to 2**27 numbers on a GPU, on a CPU 2**20 a rank (its cache)."""
+    """Lists of like parameters, most work first, of about 2**27 numbers on a GPU, on a CPU 2**20 or two a rank."""
     kinds = {}
     for p in params:
         kinds.setdefault((p.shape, p.dtype, p.device, mesh_of(p)), []).append(p)
     for same in sorted(kinds.values(), key=lambda same: -work(same[0])):
-        numel, gpu = same[0].numel(), same[0].is_cuda
-        most = world * (max(1, 2**27 // world // numel) if gpu else max(2, 2**20 // numel))  # one idles cores
-        yield from (same[i:i + most] for i in range(0, len(same), most))
+        most = max(1, 2**27 // world // same[0].numel()) if same[0].is_cuda else max(2, 2**20 // same[0].numel())
+        yield from (same[i:i + most * world] for i in range(0, len(same), most * world))
 
 def work(p):
     """Cost of Newton-Schulz, up to a factor."""
@@ -418,11 +417,12 @@ def run_after(bucket, inputs, O):
 def hyperparameters(group, p):
     """h of the rules. Numbers are tensors () on the CPU, which a GPU takes too, so that new ones do not recompile."""
     dtype, scale = torch.promote_types(p.dtype, torch.float32), UPDATE_SCALES[group["adjust_lr_fn"]](*p.shape[-2:])
-    return {name: torch.as_tensor(x, dtype=dtype, device="cpu") if isinstance(x, (float, Tensor)) else x
+    return {name: torch.as_tensor(x, dtype=dtype, device="cpu")
+            if isinstance(x, (int, float, Tensor)) and not isinstance(x, bool) else x
             for name, x in (group | {"params": None, "mesh": mesh_of(p), "scale": scale}).items()}
 
 # ---- Matrices sharded by rows, as FSDP2's fully_shard makes them -----------------------------------------------------
-# Rules act on entries or rows, so state lives, and changes, where its rows are. Newton-Schulz takes a whole
+# State is of entries or rows, so it lives, and changes, where its rows are. Newton-Schulz takes a whole
 # matrix: the rows of its proxy travel to the rank whose share it is in, and those of the result back.
 
 def step_sharded(buckets, found_inf):

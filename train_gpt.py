@@ -87,7 +87,7 @@ gpt2 = dict(dataset="openwebtext", block_size=1024, batch_size=480, max_iters=10
             gamma=10.0, schedule="constant", warmup_iters=2000, eval_interval=1000, checkpoint_interval=1000,
             val_tokens=4_194_304)
 PRESETS = {  # "NAME/OPTIMIZER" is applied after "NAME", the command line after both
-    "demo": {},  # as above; all rates of demo and demo/* are from records/map/demo
+    "demo": {},  # both rates, and demo/muon's, are from records/map/demo
     "demo/muon": dict(adam_lr=0.02),
     "demo/adamw": dict(learning_rate=3e-3, adam_lr=3e-3),
     "demo/adamuon": dict(adjust_lr_fn="frobenius"),
@@ -179,7 +179,7 @@ class Shards:
         return tokens[:, :-1], tokens[:, 1:]
 
     def batch(self, step: int, rows: range) -> tuple[Tensor, Tensor]:
-        """These rows of the batch of update `step`: a pure function of seed, step, the data and its cut."""
+        """These rows of the batch of update `step`: a pure function of seed, step, sizes of batch and block, data."""
         epochs_and_places = (divmod(step * batch_size + row, self.n_windows) for row in rows)
         return self.read([permutation(self.n_windows, seed, epoch)[place] for epoch, place in epochs_and_places])
 
@@ -388,8 +388,8 @@ def newest_first(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"step_{8 * '[0-9]'}.pt"), reverse=True)
 
 def find_checkpoint(folder: Path) -> tuple[Path | None, bool]:
-    """The newest whole checkpoint, by torch.save's checksums, of the first place with files: this run's `folder`, for
-    --resume=auto or if torchrun restarted a --resume=PATH; then --resume's; then --init_from. And: weights alone?"""
+    """Returns (path, weights alone?) of the newest checkpoint that is whole, by its checksums, in the first place with
+    files: this run's `folder`, if --resume=auto or torchrun restarted a --resume=PATH; --resume's; --init_from."""
     restarted = not eval_only and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     own = newest_first(folder) if resume == "auto" or (resume and restarted) else []
     named = (newest_first(Path(resume)) or [Path(resume)]) if resume not in ("", "auto") else []
@@ -539,7 +539,7 @@ def main(argv: list[str]) -> None:
     train_shards, val_shards = Shards(dataset, "train"), Shards(val_dataset or dataset, "val")
     if train_shards.vocab != val_shards.vocab:
         sys.exit(f"found {train_shards.vocab} token ids to train on, {val_shards.vocab} to validate: use one tokenizer")
-    resume_folder = Path(resume) if Path(resume).is_dir() else Path(resume).parent  # "", auto: ".", no name
+    resume_folder = Path(resume) if Path(resume).is_dir() else Path(resume).parent  # name "" without a PATH
     run = run_name or resume_folder.name or f"{Path(__file__).stem}-{preset}-{optimizer}-seed{seed}"
     log_path, checkpoint_folder = Path("logs", f"{run}.txt"), Path("checkpoints", run)
     if log_path.exists() and not resume and not eval_only and rank == 0:
@@ -548,10 +548,6 @@ def main(argv: list[str]) -> None:
     if world > 1:
         dist.broadcast_object_list(found)
     path, weights_alone = found[0]
-    for other in newest_first(checkpoint_folder) if rank == 0 and not eval_only else ():
-        if path and path.samefile(other):
-            break
-        other.rename(other.with_suffix(".abandoned"))  # it is newer than where this run begins, or of an earlier run
 
     # model and optimizers
     model = build_model(-(-train_shards.vocab // 64) * 64)  # rows of embedding and head
@@ -565,6 +561,9 @@ def main(argv: list[str]) -> None:
         if rank == 0:
             print(f"val_loss:{val_loss:.5f} val_acc:{val_acc:.4f}")
         return
+    for path in newest_first(checkpoint_folder) if rank == 0 else ():
+        if int(path.stem[5:]) > start["step"]:  # the run goes back to before it, or begins anew
+            path.rename(path.with_suffix(".abandoned"))
     facts = (f"torch: {torch.__version__}\nhardware: {hardware()}\nworld_size: {world}\nstarted: {time.ctime()}\n"
              f"parameters: {sum(p.numel() for p in model.parameters())}\n{parameter_table(model, optimizers)}\n")
     parallel = model
@@ -578,25 +577,28 @@ def main(argv: list[str]) -> None:
     log = open_log(log_path, facts, settings) if rank == 0 else lambda line: None
     first_step, train_time = start["step"], start["train_time"]
     if resume:
-        start["globals"]["resume"] = resume  # no change to report
-        changed = ",".join(f"{name}={x}" for name, x in settings.items() if start["globals"].get(name) != x)
+        old = start["globals"] | {"resume": resume}
+        changed = ",".join(f"{name}={value}" for name, value in settings.items() if old.get(name) != value)
         log(f"resumed:step:{first_step} world_size:{world} changed:{changed}")
 
     # training: updates, and pauses between them, in which the clock stops
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
     step, skipped, skips_in_a_row = first_step, torch.tensor(float(start["skipped"]), device=device), 0
-    report, stop = "", False  # of the updates before this pause, once there are any
+    report = ""  # of the updates before this pause, once there are any
     while True:
         last = step >= max_iters
         validating = last or step % eval_interval == 0
         val_loss, val_acc = evaluate(model, val_shards) if validating else (0.0, 0.0)
         log(f"step:{step}/{max_iters}" + f" val_loss:{val_loss:.5f}" * validating + f" train_time:{train_time:.3f}s"
             f" step_avg:{1000 * train_time / max(1, step):.2f}ms" + f" val_acc:{val_acc:.4f}" * validating + report)
+        stop = torch.tensor(float(bool(signals)), device=device)  # in effect if any rank got one
+        if world > 1:
+            dist.all_reduce(stop)
         if skips_in_a_row >= max_skips or not math.isfinite(val_loss):
             log(f"diverged: no finite loss or gradient at update {step}; try --resume=PATH and a lower --learning_rate")
             sys.exit(0 if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) else 1)  # a restart would replay it
-        if step > first_step and (last or stop or step % checkpoint_interval == 0):
+        if stop or step > first_step and (last or step % checkpoint_interval == 0):
             content = dict(whole_state(model, optimizers), step=step, train_time=train_time, skipped=skipped.item(),
                            globals=settings, script=Path(__file__).name, vocab=train_shards.vocab, eot=train_shards.eot)
             if rank == 0:
@@ -613,11 +615,9 @@ def main(argv: list[str]) -> None:
         torch.get_device_module(device).synchronize()
         seconds = time.perf_counter() - clock
         train_time, tokens_per_s = train_time + seconds, tokens / seconds
-        sums = torch.stack([loss / world, torch.full_like(loss, bool(signals))])
         if world > 1:
-            dist.all_reduce(sums)
-        train_loss, stop = sums[0], sums[1] > 0  # of the last update; whether any rank got a signal
-        report = (f" train_loss:{train_loss:.5f} grad_norm:{norm:.4f} lr:{learning_rate * lr_factor(step - 1):.6g}"
+            dist.all_reduce(loss)
+        report = (f" train_loss:{loss / world:.5f} grad_norm:{norm:.4f} lr:{learning_rate * lr_factor(step - 1):.6g}"
                   f" skipped:{skipped:.0f} tokens_per_s:{tokens_per_s:.0f} mfu:{mfu(model, tokens_per_s)}"
                   f" time_left:{(max_iters - step) * batch_size * block_size / tokens_per_s:.0f}s")
 
