@@ -495,7 +495,7 @@ def init_ranks() -> None:
 def build_model(vocab: int) -> Model:
     torch.manual_seed(seed)
     model = Model(vocab)
-    for p in model.parameters():  # not RoPE's tables
+    for p in model.parameters():  # not RoPE's cos and sin
         p.data = p.data.to(getattr(torch, param_dtype))
     if fsdp and world > 1:  # a rank keeps its rows; a block's are gathered while it computes, in bf16 under autocast
         mesh, gathered = dist.init_device_mesh(device, (world,)), torch.bfloat16 if dtype == "bfloat16" else None
@@ -615,7 +615,7 @@ def main(argv: list[str]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
     step, skipped, skips_in_a_row = first_step, torch.tensor(float(start["skipped"]), device=device), 0
-    report = ""  # of the updates before this pause, once there are any
+    report = ""  # loss, norm, lr of the last update; skips of the whole run; speeds since the last pause
     while True:
         last = step >= max_iters
         validating = last or step % eval_interval == 0
