@@ -569,9 +569,7 @@ def main(argv: list[str]) -> None:
     parallel = model
     if world > 1 and not fsdp:
         parallel = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
-    clock = time.perf_counter()
     update(0, parallel, optimizers, train_shards, dry_run=True)  # compiles, outside the clock, and changes nothing
-    compile_time = time.perf_counter() - clock
 
     # log
     log = open_log(log_path, facts, settings) if rank == 0 else lambda line: None
@@ -630,7 +628,7 @@ def main(argv: list[str]) -> None:
             dist.all_reduce(most, dist.ReduceOp.MAX)
         log(f"final val_loss:{val_loss:.5f} val_ppl:{math.exp(min(val_loss, 700)):.4f} val_acc:{val_acc:.4f}"
             f" train_time:{train_time:.3f}s peak_memory_mib:{most[0] / 2**20:.0f}"
-            f" optimizer_state_mib:{most[1] / 2**20:.1f} compile_time:{compile_time:.1f}s")
+            f" optimizer_state_mib:{most[1] / 2**20:.1f}")
     else:
         log(f"stopped at update {step}; the same command with --resume={checkpoint_folder} goes on")
     if world > 1 and device == "cuda":

@@ -223,7 +223,7 @@ def test_log_begins_with_its_source_and_has_the_speedruns_lines():
     keys = "train_loss grad_norm lr skipped tokens_per_s mfu time_left"
     assert all(f" {key}:" in line for line in lines[1:-1] for key in keys.split())
     assert re.fullmatch(r"final val_loss:\S+ val_ppl:\S+ val_acc:\S+ train_time:\S+s peak_memory_mib:\d+ "
-                        r"optimizer_state_mib:\S+ compile_time:\S+s", lines[-1])
+                        r"optimizer_state_mib:\S+", lines[-1])
 
 def test_wandb_gets_the_figures_and_the_final_line(monkeypatch):
     told = {}
@@ -281,7 +281,7 @@ def test_newest_is_the_highest_step_and_a_run_may_go_back(monkeypatch):
     os.utime("checkpoints/run/step_00000002.pt")  # as copying may leave it
     Path("checkpoints/run/step_best.pt").touch()  # someone's own
     t = fresh(resume="auto")
-    pytest.raises(SystemExit, train, "run", resume="checkpoints/run/step_00000002.pt", optimizer="adamw")  # is no change
+    pytest.raises(SystemExit, train, "run", resume="checkpoints/run/step_00000002.pt", optimizer="adamw")
     assert t.find_checkpoint(Path("checkpoints/run"))[0].name == "step_00000008.pt"
     train("run", resume="checkpoints/run/step_00000002.pt", max_iters=4)
     left = sorted(path.name[-11:] for path in Path("checkpoints/run").iterdir())
@@ -370,9 +370,9 @@ MISTAKES = {
     "indivisible batch": ("--batch_size=9", "no multiple of --micro_batch_size=4"),
     "context beyond the data": ("--block_size=4096", "longer than any train shard"),
     "a name that exists": ("--run_name=there", "--resume=auto", lambda: train("there", max_iters=0)),
-    "no checkpoint": ("--resume=nothing.pt", "found no checkpoint in ['nothing.pt']; give"),
-    "nothing to evaluate": ("--eval_only=true", "give another --resume=PATH"),
-    "no weights": ("--init_from=nothing.pt", "found no checkpoint in ['nothing.pt']; give"),
+    "no checkpoint": ("--resume=nothing.pt", "found no checkpoint"),
+    "nothing to evaluate": ("--eval_only=true", "found no checkpoint"),
+    "no weights": ("--init_from=nothing.pt", "found no checkpoint"),
 }
 
 @pytest.mark.parametrize("mistake", MISTAKES)
