@@ -4,8 +4,8 @@ Where is the norm of Muon-VS's input to Newton-Schulz? From the project's root, 
     python records/map/inside.py --batch_size=64 --max_iters=1600 --learning_rate=0.005 --adam_lr=0.02 ...
 
 Entries are called quiet where the variance is below a hundredth of the matrix's mean. For each kind of matrix, mean
-over layers, at some updates: the share of entries that are quiet, and the share of the proxy's squared norm in them; and
-the share of the squared norm in the hundredth of entries that has most.
+over layers, at some updates: the share of entries that are quiet, and the share of the proxy's squared norm in them;
+and the share of the squared norm in the hundredth of entries that has most.
 """
 import re, sys
 from collections import defaultdict
