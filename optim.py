@@ -104,13 +104,13 @@ def muon_nsr(G, S, h):
     return proxy, {"momentum": M, "variance": variance}
 
 def muon_vs(G, S, h):
-    """Muon-VS: Algorithm 1 with τ = VS."""
+    """Muon-VS: Algorithm 1 with τ = VS, where power is 1. In between 0, where it is Muon, and 1, less of it."""
     beta, t, M_old = h["momentum"], S["step"], S["momentum"]
     M = beta * M_old + (1 - beta) * G                                           # line 4
     variance = beta * S["variance"] + beta * (1 - beta) * (M_old - G) ** 2      # line 5
     M_hat, variance_hat = M / (1 - beta**t), variance / (1 - beta**t)           # line 6
     M_tilde = G + beta / (1 - beta) * M_hat if h["nesterov"] else M_hat         # line 7
-    proxy = M_tilde / (variance_hat.sqrt() + h["eps"])                          # line 11
+    proxy = M_tilde / (variance_hat.sqrt() + h["eps"]) ** h["power"]            # line 11
     return proxy, {"momentum": M, "variance": variance}
 
 def muon_nsr_post(G, S, h):
@@ -231,6 +231,7 @@ class Muon(torch.optim.Optimizer):
     lr: η, in units of adjust_lr_fn, named as in torch.optim.Muon: "original" s = √max(1, m/n); "match_rms_adamw"
         s = 0.2 √max(m, n), for learning rates tuned for AdamW; and "frobenius" s = 0.2 √(mn) / |O|_F, AdaMuon's own.
     variant: a key of VARIANTS. momentum: β. gamma: γ of muon-nsr and muon-nsr-post. beta2: β₂ of normuon and muon2.
+    power: of muon-vs's denominator; 1 is the paper's rule, 0 Muon.
     weight_decay: λ, times η but not s. eps: ε of all but muon. ns_...: see newton_schulz.
     state_dtype: of the buffers, None for fp32 (fp64 for fp64 parameters); in bf16 averages with β above 0.996 stall.
     compile: the passes around Newton-Schulz; they run eagerly, after a warning, where no compiler works.
@@ -242,7 +243,7 @@ class Muon(torch.optim.Optimizer):
     may be DTensors sharded by rows, as by FSDP2's fully_shard; so is then their state. Other DTensors: ValueError."""
 
     def __init__(self, params, lr=1e-3, variant="muon-vs", momentum=0.95, weight_decay=0.1, gamma=10.0, beta2=0.95,
-                 eps=1e-8, nesterov=True, ns_steps=5, ns_eps=1e-7, ns_dtype=torch.bfloat16, ns_coefficients=JORDAN,
+                 power=1.0, eps=1e-8, nesterov=True, ns_steps=5, ns_eps=1e-7, ns_dtype=torch.bfloat16, ns_coefficients=JORDAN,
                  adjust_lr_fn="original", state_dtype=None, compile=True):
         defaults = {name: x for name, x in locals().items() if name not in ("self", "params", "__class__")}
         super().__init__(params, defaults)
@@ -257,7 +258,7 @@ class Muon(torch.optim.Optimizer):
         for name, choices in ("variant", VARIANTS), ("adjust_lr_fn", UPDATE_SCALES):
             if group[name] not in choices:
                 raise ValueError(f"{name} is {group[name]!r}, expected one of {', '.join(choices)}")
-        for name in "lr", "momentum", "weight_decay", "gamma", "beta2", "eps", "ns_steps", "ns_eps":
+        for name in "lr", "momentum", "weight_decay", "gamma", "beta2", "power", "eps", "ns_steps", "ns_eps":
             if not group[name] >= 0 or name in ("momentum", "beta2") and group[name] >= 1:
                 raise ValueError(f"{name} is {group[name]}, expected at least 0, momentum and beta2 below 1")
         for p in group["params"]:

@@ -56,9 +56,10 @@ def reference_newton_schulz(X):
 class Reference:
     """The update rules in numpy float64, one matrix, written for clarity and apart from optim.py."""
 
-    def __init__(self, W, variant, lr, momentum, gamma, beta2, adjust_lr_fn, nesterov):
+    def __init__(self, W, variant, lr, momentum, gamma, beta2, adjust_lr_fn, nesterov, power=1.0):
         self.W, self.variant, self.lr, self.b, self.gamma, self.b2 = W.copy(), variant, lr, momentum, gamma, beta2
         self.adjust, self.nesterov, self.t, self.eps, self.wd = adjust_lr_fn, nesterov, 0, 1e-8, 0.1
+        self.power = power
         self.M, self.V, self.row = np.zeros_like(W), np.zeros_like(W), np.zeros((len(W), 1))
 
     def step(self, G):
@@ -76,7 +77,7 @@ class Reference:
         if self.variant == "muon-nsr":
             O = ns(tilde / (np.sqrt(tilde**2 + self.gamma * var) + self.eps))
         if self.variant == "muon-vs":
-            O = ns(tilde / (np.sqrt(var) + self.eps))
+            O = ns(tilde / (np.sqrt(var) + self.eps) ** self.power)
         if self.variant == "muon-nsr-post":
             O = ns(tilde) / np.sqrt(1 + self.gamma * var / (tilde**2 + self.eps))
         if self.variant == "adamuon":
@@ -96,13 +97,15 @@ class Reference:
              "frobenius": 0.2 * (m * n) ** 0.5 / np.linalg.norm(O)}[self.adjust]
         self.W = self.W * (1 - self.lr * self.wd) - self.lr * s * O
 
-@pytest.mark.parametrize("variant", VARIANTS)
+POWERS = [("muon-vs", 0.25), ("muon-vs", 0.5)]
+
+@pytest.mark.parametrize("variant, power", [(name, 1.0) for name in VARIANTS] + POWERS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_variant_follows_the_float64_reference(variant, shape):
+def test_every_variant_follows_the_float64_reference(variant, power, shape):
     """50 steps. In float64 throughout to 1e-9 of the way travelled: what remains is the order of operations. With fp32
     state and bf16 Newton-Schulz to 3 %: a few roundings of 2^-9 that Newton-Schulz amplifies."""
     adjust = {"wide": "original", "tall": "match_rms_adamw", "square": "frobenius"}[shape]
-    options = dict(lr=0.02, variant=variant, momentum=0.9, gamma=7.0, beta2=0.8, adjust_lr_fn=adjust,
+    options = dict(lr=0.02, variant=variant, momentum=0.9, gamma=7.0, beta2=0.8, adjust_lr_fn=adjust, power=power,
                    nesterov=shape != "tall")
     start = parameters(SHAPES[shape], dtype=torch.float64)[0].detach().numpy()
     reference = Reference(start, **options)
@@ -129,7 +132,7 @@ def test_muon_is_torch_optim_muon(adjust_lr_fn, shape):
 
 def proxies(variant, gradients, bias_correction=True, **options):
     """What a variant hands to Newton-Schulz at each step, and its state, in float64."""
-    h = dict(momentum=torch.tensor(0.95, dtype=torch.float64), gamma=10.0, eps=1e-8, nesterov=True) | options
+    h = dict(momentum=torch.tensor(0.95, dtype=torch.float64), gamma=10.0, power=1.0, eps=1e-8, nesterov=True) | options
     S = {name: torch.zeros_like(gradients[0]) for name in VARIANTS[variant].state}
     for t, G in enumerate(gradients, 1):
         t = torch.tensor(t if bias_correction else float("inf"), dtype=torch.float64)
@@ -166,6 +169,13 @@ def test_nsr_at_gamma_0_is_the_sign_and_at_infinity_vs():
                               proxies("muon-vs", gradients, eps=0.0)):
         O, P = newton_schulz(X, eps=0.0, dtype=torch.float64), newton_schulz(Y, eps=0.0, dtype=torch.float64)
         torch.testing.assert_close(O, P, rtol=1e-5, atol=1e-6)
+
+def test_muon_vs_is_muon_at_power_0():
+    """But for bias correction, which Muon lacks: G + β/(1-β) M of the average is G + βM of the sum."""
+    gradients = noise(100)
+    for (X, _), (Y, _) in zip(proxies("muon-vs", gradients, power=0.0, bias_correction=False),
+                              proxies("muon", gradients)):
+        torch.testing.assert_close(X, Y, rtol=1e-9, atol=1e-12)
 
 def test_constant_gradient_leaves_the_variance_of_the_warm_up():
     """Γ_1 = β(1-β)G², and M_{t-1} - G = -β^(t-1) G from then on: Γ_t = βᵗ (1 - βᵗ) G²."""
@@ -382,7 +392,8 @@ SHARDED = [(24, 16)] * 3 + [(16, 16)] * 4 + [(5, 16, 24), (16, 40)]
 def build(variant):
     params = parameters(*SHARDED)
     adjust = "frobenius" if variant == "adamuon" else "match_rms_adamw"
-    return params, Muon(params, lr=0.02, variant=variant, compile=False, adjust_lr_fn=adjust, ns_dtype=torch.float32)
+    return params, Muon(params, lr=0.02, variant=variant, power=0.5, compile=False, adjust_lr_fn=adjust,
+                        ns_dtype=torch.float32)
 
 def close(mine, other):
     """fp32 sums in another order, through 30 steps of fp32 Newton-Schulz."""
@@ -464,7 +475,8 @@ def test_compiled_is_eager_and_nothing_that_changes_recompiles(variant):
                 if step == 0:
                     warm = graphs()
                 opt.param_groups[0].update(lr=np.float64(0.02 - 0.001 * step), weight_decay=0.1 + 0.01 * step,
-                                           gamma=10.0 + step, momentum=0.9 + 0.005 * step, beta2=0.9 + 0.005 * step)
+                                           gamma=10.0 + step, power=1 - 0.1 * step,
+                                           momentum=0.9 + 0.005 * step, beta2=0.9 + 0.005 * step)
             more = parameters((40, 24), (8, 48))
             run(Muon(more, lr=0.1, variant=variant, compile=compile, ns_dtype=torch.float32), more, 2)
             results.append(params + more)

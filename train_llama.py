@@ -56,6 +56,7 @@ weight_decay = 0.1            # not of gains
 grad_clip = 1.0               # global norm of the gradient; 0: off
 momentum = 0.95               # β of the Muon family
 gamma = 1000.0                # γ of muon-nsr and muon-nsr-post
+power = 1.0                   # of the denominator of muon-vs: 1 is the paper's rule, 0 muon
 beta2 = 0.95                  # β₂ of normuon and muon2
 muon_eps = 1e-8               # ε of all but muon
 ns_steps = 5                  # Newton-Schulz iterations
@@ -86,7 +87,7 @@ fsdp = False                  # shard weights, gradients and state by rows (FSDP
 
 LEAST = dict(n_layer=1, n_head=1, n_embd=1, block_size=1, batch_size=1, log_interval=1, eval_interval=1, max_skips=1,
              checkpoint_interval=1, keep_checkpoints=0, max_iters=0, warmup_iters=0, micro_batch_size=0,
-             learning_rate=0, adam_lr=0, weight_decay=0, grad_clip=0, gamma=0, seed=0)  # smallest legal values
+             learning_rate=0, adam_lr=0, weight_decay=0, grad_clip=0, gamma=0, power=0, seed=0)  # smallest legal values
 
 suite_a = dict(dataset="dclm", val_dataset="c4", n_layer=32, block_size=4096, batch_size=128, micro_batch_size=4,
                adam_beta1=0.8, adam_beta2=0.98, adam_eps=1e-15, ns_eps=1e-5, adjust_lr_fn="original", warmup_iters=0,
@@ -323,6 +324,7 @@ def build_optimizers(model: Model) -> list[torch.optim.Optimizer]:
             momentum=momentum,
             weight_decay=weight_decay,
             gamma=gamma,
+            power=power,
             beta2=beta2,
             eps=muon_eps,
             ns_steps=ns_steps,

@@ -28,7 +28,7 @@ def thirty_steps(shard=lambda t: t):
     params = [nn.Parameter(shard(p.detach())) for p in whole]
     groups = [dict(params=params[i * len(SHAPES):][:len(SHAPES)], variant=variant, adjust_lr_fn=scale, ns_dtype=dtype)
               for i, (variant, scale, dtype) in enumerate(KINDS)]
-    opt = Muon(groups, lr=0.02, compile=False)
+    opt = Muon(groups, lr=0.02, power=0.5, compile=False)
     for step in range(30):
         set_gradients(whole, step)
         for p, q in zip(params, whole):
