@@ -6,6 +6,8 @@ precision, one rank against several, state dicts, and compilation.
 """
 import copy
 import itertools
+import math
+import pickle
 import time
 import warnings
 from pathlib import Path
@@ -132,13 +134,13 @@ def test_muon_is_torch_optim_muon(adjust_lr_fn, shape):
 
 def proxies(variant, gradients, bias_correction=True, **options):
     """What a variant hands to Newton-Schulz at each step, and its state, in float64."""
-    h = dict(momentum=torch.tensor(0.95, dtype=torch.float64), gamma=10.0, power=1.0, eps=1e-8, nesterov=True) | options
-    S = {name: torch.zeros_like(gradients[0]) for name in VARIANTS[variant].state}
+    rule, *buffers = VARIANTS[variant]
+    h = dict(momentum=0.95, gamma=10.0, power=1.0, eps=1e-8, nesterov=True) | options
+    S = {name: torch.zeros_like(gradients[0]) for name in buffers}
     for t, G in enumerate(gradients, 1):
-        t = torch.tensor(t if bias_correction else float("inf"), dtype=torch.float64)
-        X, S_new = VARIANTS[variant].proxy(G, S | {"step": t}, h)
-        S = S | S_new
-        yield X, S
+        handed = []
+        _, S = rule(G, S, lambda X: handed.append(X) or X, t=t if bias_correction else math.inf, **h)
+        yield handed[0], S
 
 def noise(steps, shape=(6, 9)):
     generator = torch.Generator().manual_seed(3)
@@ -202,7 +204,7 @@ def test_with_the_exact_polar_factor_all_singular_values_are_s(variant, monkeypa
     def polar(X, *_):
         U, _, Vh = torch.linalg.svd(X, full_matrices=False)
         return U @ Vh
-    monkeypatch.setattr(optim, "newton_schulz_gram", polar)
+    monkeypatch.setattr(optim, "iterate", polar)
     for shape in SHAPES.values():
         p, = parameters(shape, dtype=torch.float64)
         opt = Muon([p], lr=1.0, variant=variant, weight_decay=0.0, adjust_lr_fn="match_rms_adamw",
@@ -224,11 +226,6 @@ def standard(X, steps=5, coefficients=JORDAN):
         X = torch.addmm(X, torch.addmm(A, A, A, beta=b, alpha=c), X, beta=a)
     return X.T if flip else X
 
-def gram(X, steps=5, coefficients=JORDAN):
-    wide = X.T if X.size(0) > X.size(1) else X
-    O = optim.newton_schulz_gram(wide[None].clone(memory_format=torch.contiguous_format), steps, coefficients)[0]
-    return O.T if X.size(0) > X.size(1) else O
-
 POLAR_EXPRESS = [(8.2051, -22.9019, 16.4607), (4.0664, -2.8612, 0.5184), (3.9096, -2.8234, 0.5250),  # with its factors
                  (3.2856, -2.4153, 0.4853), (2.2779, -1.6198, 0.3985), (1.8726, -1.2307, 0.3585)]     # for safety
 
@@ -242,23 +239,35 @@ def spectrum(kind, m, n):
     return X / X.norm()
 
 @pytest.mark.parametrize("steps", range(8))
-def test_three_forms_of_newton_schulz_are_one_in_float64(steps):
-    """Ours, ours in fewer operations, and the published one, to float64 rounding as the polynomial amplifies it."""
+def test_newton_schulz_is_the_published_one_in_float64(steps):
+    """To float64 rounding as the polynomial amplifies it."""
     for coefficients in JORDAN, POLAR_EXPRESS:
         for shape in (10, 40), (40, 10), (16, 16), (16, 24), (1, 7):
             X = spectrum("gaussian", *shape)
-            plain = newton_schulz(X, steps, 0.0, torch.float64, coefficients)
-            for O in plain, gram(X, steps, coefficients):
-                torch.testing.assert_close(O, standard(X, steps, coefficients), rtol=1e-9, atol=1e-9)
+            O = newton_schulz(X, steps, 0.0, torch.float64, coefficients)
+            torch.testing.assert_close(O, standard(X, steps, coefficients), rtol=1e-9, atol=1e-9)
 
 @pytest.mark.parametrize("shape", [(192, 192), (192, 576), (512, 128), (128, 352)], ids=str)
 def test_precision_of_newton_schulz(shape):
-    """|O - O_float64| in bf16 at most 1.25 times the standard form's: the fewer operations may not cost exactness."""
+    """|O - O_float64| in bf16 at most 1.25 times that of the standard form: another order of sums."""
     for kind, c in itertools.product(["gaussian", "1/i", "1/sqrt(i)"], [JORDAN, POLAR_EXPRESS]):
         X = spectrum(kind, *shape)
-        ours, usual = gram(X.bfloat16(), coefficients=c), standard(X.bfloat16(), coefficients=c)
+        ours, usual = newton_schulz(X, 5, 0.0, torch.bfloat16, c), standard(X.bfloat16(), coefficients=c)
         exact = standard(X, coefficients=c)
         assert (ours.double() - exact).norm() <= 1.25 * (usual.double() - exact).norm(), kind
+
+def test_default_dtype_is_what_this_machine_multiplies_fast(monkeypatch):
+    """bf16 on AMX and on AMD's AVX512-BF16; fp32 where bf16 is emulated, as with AVX2 alone."""
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
+    for capabilities, dtype in ((dict(amx_bf16=True, cpu_name="Xeon"), torch.bfloat16),
+                                (dict(avx512_bf16=True, cpu_name="AMD EPYC"), torch.bfloat16),
+                                (dict(avx512_bf16=True, cpu_name="Xeon"), torch.float32),
+                                (dict(avx2=True, cpu_name="AMD Ryzen"), torch.float32), ({}, torch.float32)):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+        optim.fast_dtype.cache_clear()
+        assert newton_schulz(torch.ones(2, 3)).dtype == dtype
+    assert optim.fast_dtype("cuda") == torch.float32
+    optim.fast_dtype.cache_clear()
 
 def test_singular_values_end_around_one():
     """Five steps bring those above 1 % of the norm to where the polynomial turns, [0.68, 1.21]; bf16 adds some 0.02."""
@@ -266,38 +275,51 @@ def test_singular_values_end_around_one():
         Y = spectrum("gaussian", *shape)
         U, S, Vh = torch.linalg.svd(Y, full_matrices=False)
         O = U @ torch.diag(S.clamp_min(0.01 * S.norm())) @ Vh
-        found = torch.linalg.svdvals(newton_schulz(O).double())
+        found = torch.linalg.svdvals(newton_schulz(O, dtype=torch.bfloat16).double())
         assert found.min() > 0.65 and found.max() < 1.24, shape
 
 def test_newton_schulz_takes_batches_and_leaves_its_input():
     G = torch.randn(2, 3, 64, 24, requires_grad=True)
     before = G.detach().clone()
-    O = newton_schulz(G)
+    O = newton_schulz(G, dtype=torch.bfloat16)
     assert O.shape == G.shape and O.dtype == torch.bfloat16 and not O.requires_grad and torch.equal(G, before)
-    torch.testing.assert_close(O[1, 2], newton_schulz(G[1, 2]), rtol=0.05, atol=0.02)  # bf16, another kernel for one
+    alone = newton_schulz(G[1, 2], dtype=torch.bfloat16)
+    torch.testing.assert_close(O[1, 2], alone, rtol=0.05, atol=0.02)  # bf16, another kernel for one
 
 # ---- A torch.optim.Optimizer -----------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_batches_as_on_a_gpu(variant, monkeypatch):
-    """All matrices of a shape at once, as on a GPU, take the steps of one at a time, also where one has no gradient for
-    a step and the state is loaded in between. Newton-Schulz in fp64 hides the order of sums; fp32 rounding is left."""
-    results = []
-    for gpu in (False, True):
-        monkeypatch.setattr(torch.nn.Parameter, "is_cuda", gpu, raising=False)
-        params = parameters((16, 40), (16, 40), (16, 40), (3, 40, 16))
-        make = lambda: Muon(params, lr=0.02, variant=variant, ns_dtype=torch.float64, compile=False)
-        opt = make()
-        for step in range(6):
-            set_gradients(params, step)
-            params[step % 3].grad = None
-            opt.step()
-            if step == 3:
-                state, opt = copy.deepcopy(opt.state_dict()), make()
-                opt.load_state_dict(state)
-        results.append(params)
-    for one, many in zip(*results):
-        torch.testing.assert_close(one, many, rtol=1e-5, atol=1e-6)
+def test_batches_as_on_a_gpu(variant):
+    """All matrices of a shape at once, as on a GPU, take the steps of one at a time, rows cut or not. Newton-Schulz in
+    fp64 hides the order of sums; fp32 rounding is left."""
+    for split in 1, 2:
+        results = []
+        for k in 1, 3:
+            params = parameters((16, 40), (16, 40), (16, 40))
+            opt = Muon(params, lr=0.02, variant=variant, ns_dtype=torch.float64, split=split, compile=False)
+            for step in range(6):
+                set_gradients(params, step)
+                for i in range(0, 3, k):
+                    opt._update(opt.param_groups[0], params[i:i + k], step + 1)
+            results.append(params)
+        for one, many in zip(*results):
+            torch.testing.assert_close(one, many, rtol=1e-5, atol=1e-6)
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_split_is_matrices_of_their_own(variant):
+    """Rows cut in three take the steps of three parameters, with each scale; also where the matrices come in batches."""
+    for scale, shape in itertools.product(optim.UPDATE_SCALES, [(24, 16), (24, 4), (2, 24, 16)]):
+        fused, = parameters(shape)
+        parts = [torch.nn.Parameter(part.detach().clone()) for part in fused.chunk(3, -2)]
+        options = dict(lr=0.02, variant=variant, adjust_lr_fn=scale, ns_dtype=torch.float64, compile=False)
+        a, b = Muon([fused], split=3, **options), Muon(parts, **options)
+        for step in range(5):
+            set_gradients([fused], step)
+            for part, gradient in zip(parts, fused.grad.chunk(3, -2)):
+                part.grad = gradient.clone()
+            a.step()
+            b.step()
+        torch.testing.assert_close(fused.detach(), torch.cat(parts, -2).detach(), rtol=1e-5, atol=1e-6)
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_state_dict_round_trip(variant, tmp_path):
@@ -315,38 +337,55 @@ def test_state_dict_round_trip(variant, tmp_path):
         assert all(map(torch.equal, whole, halves))
         assert second.state[halves[0]]["momentum"].dtype == (state_dtype or torch.float32)
 
-def test_a_state_of_another_variant_or_model_is_refused():
-    params = parameters((16, 8))
+def test_states_of_older_files_and_other_models():
+    """Until 2026-11 a step was (1, 1), dtypes were names, and there was no power and no split."""
+    params = parameters((16, 8), (3, 8, 16))
     opt = Muon(params, variant="muon-vs", compile=False)
-    run(opt, params, 1)
-    for other in Muon(params, variant="muon"), Muon(parameters((8, 16))):
-        own = {"state": opt.state_dict()["state"], "param_groups": other.state_dict()["param_groups"]}
-        for state in own, opt.state_dict():
-            with pytest.raises(ValueError, match="another model or variant"):
-                other.load_state_dict(state)
-    with pytest.raises(ValueError, match="doesn't match the size"):
-        Muon(parameters((16, 8), (16, 8))).load_state_dict(opt.state_dict())
+    run(opt, params, 3)
     older = copy.deepcopy(opt.state_dict())
-    del older["param_groups"][0]["gamma"]  # saved before there was this option
-    older["param_groups"][0]["compile"] = True  # what this machine can do is its own
-    opt.load_state_dict(older)
-    assert opt.param_groups[0]["gamma"] == 10.0 and not opt.param_groups[0]["compile"]
-    twin, q = copy.deepcopy((opt, params[0]))
-    assert torch.equal(run(opt, params, 1, start=1)[0], run(twin, [q], 1, start=1)[0])
+    older["param_groups"][0].update(ns_dtype="bfloat16", state_dtype="None", compile=True)
+    del older["param_groups"][0]["power"], older["param_groups"][0]["split"]
+    older["state"][0]["step"], older["state"][1]["step"] = torch.full((1, 1), 3.0), torch.full((3, 1, 1), 3.0)
+    twins = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    twin = Muon(twins, compile=False)
+    twin.load_state_dict(older)
+    assert all(map(torch.equal, run(opt, params, 2, start=3), run(twin, twins, 2, start=3)))
+    with pytest.raises(ValueError):
+        Muon([dict(params=params[:1]), dict(params=params[1:])]).load_state_dict(opt.state_dict())
+    with pytest.raises(RuntimeError):
+        Muon(parameters((8, 16), (3, 8, 16))).load_state_dict(opt.state_dict())
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_found_inf_changes_nothing_and_counts_no_step(variant):
-    """As torch's fused AdamW reads it, at the first step too."""
-    clean, marred = (parameters((16, 40)) for _ in range(2))
-    a, b = (Muon(params, lr=0.02, variant=variant, compile=False) for params in (clean, marred))
-    for step in range(4):
-        marred[0].grad = torch.full_like(marred[0], float("nan"))
-        b.found_inf = torch.tensor(1.0)
-        b.step()
-        b.found_inf = torch.tensor(0.0)
-        run(a, clean, 1, start=step)
-        run(b, marred, 1, start=step)
-    assert torch.equal(clean[0], marred[0]) and b.state[marred[0]]["step"] == 4
+def test_the_state_and_the_groups_are_the_only_truth():
+    """Edits between steps count: moments reset, options changed, a parameter replaced, keys of others in the state."""
+    params = parameters((16, 8), (16, 8))
+    opt = Muon(params, lr=0.02, compile=False)
+    run(opt, params, 5)
+    fresh = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    opt.state.clear()
+    assert all(map(torch.equal, run(opt, params, 3), run(Muon(fresh, lr=0.02, compile=False), fresh, 3)))
+    opt.state[params[0]]["slow_copy"] = params[0].detach().clone()  # as wrappers do
+    for buffer in opt.state[params[1]].values():
+        buffer.zero_()
+    opt.param_groups[0]["variant"] = "normuon"
+    run(opt, params, 1)
+    assert {"slow_copy", "row_moment"} < set(opt.state[params[0]]) and opt.state[params[1]]["step"] == 1
+    assert set(opt.full_state_dict()["state"][0]) >= {"slow_copy", "step", "momentum"}
+    pruned = torch.nn.Parameter(params[0].detach()[:8].clone())
+    opt.param_groups[0]["params"][0] = pruned
+    before = [pruned.detach().clone(), params[0].detach().clone()]
+    run(opt, [pruned, params[1]], 1)
+    assert not torch.equal(pruned, before[0]) and torch.equal(params[0], before[1])
+    assert opt.state[pruned]["momentum"].shape == (8, 8)
+
+def test_copies_pickles_and_autocast():
+    params = parameters((16, 8), (8, 16))
+    opt = Muon(params, lr=0.02, ns_dtype=torch.float32, compile=False)
+    run(opt, params, 3)
+    twins = [copy.deepcopy((opt, params)), pickle.loads(pickle.dumps((opt, params)))]
+    after = run(opt, params, 2, start=3)
+    for twin, copies in twins:
+        with torch.autocast("cpu", torch.bfloat16):
+            assert all(map(torch.equal, run(twin, copies, 2, start=3), after))
 
 def test_groups_schedules_closures_and_missing_gradients():
     params = parameters((16, 8), (16, 8), (8, 16))
@@ -360,14 +399,13 @@ def test_groups_schedules_closures_and_missing_gradients():
     assert opt.step(lambda: 7.0) == 7.0 and opt.param_groups[0]["lr"] == 0.05
     schedule.step()
     assert not torch.equal(params[0], before[0]) and all(map(torch.equal, params[1:], before[1:]))
-    assert opt.state[params[2]]["step"] == 0 and all(torch.equal(p.grad, g) for p, g in zip(params, gradients))
+    assert params[2] not in opt.state and all(torch.equal(p.grad, g) for p, g in zip(params, gradients))
 
 def test_what_is_no_matrix_or_no_variant_is_refused():
     matrices = parameters((4, 4))
     for params, options, message in (([torch.nn.Parameter(torch.zeros(4))], {}, "AdamW"),
                                      (matrices, dict(variant="vs"), "muon-vs"),
-                                     (matrices, dict(adjust_lr_fn="rms"), "frobenius"),
-                                     (matrices, dict(lr=-1), "lr is -1")):
+                                     (matrices, dict(adjust_lr_fn="rms"), "frobenius")):
         opt = Muon(parameters((4, 4)))
         with pytest.raises(ValueError, match=message):
             opt.add_param_group(dict(params=params, **options))
@@ -415,21 +453,20 @@ def ranks_worker(rank, folder):
                 continue
             group(ranks, f"{variant}-{ranks}")
             params, opt = build(variant)
-            assert opt.state_dict()["share"] == (rank, ranks)  # whatever has been planned
+            assert not opt.state_dict()["state"]  # as wrappers ask before the first step
             half = run(opt, params, 15)
-            saved, share = opt.full_state_dict(), opt.state_dict() if rank == 0 else None  # which waits for nobody
-            opt.load_state_dict(opt.state_dict())
+            with pytest.raises(RuntimeError, match="full_state_dict"):
+                opt.state_dict()
+            saved = opt.full_state_dict()
             run(opt, params, 15, start=15)
             close(params, alone)
             everyone = [None] * ranks
             dist.all_gather_object(everyone, [p.tolist() for p in params])
             assert everyone[0] == everyone[-1]  # bit for bit
             kept, whole = sum(p.numel() for p in opt.state), sum(p.numel() for p in params)
-            assert kept <= 1.3 * whole / ranks  # so few matrices cannot be shared evenly
+            assert kept <= whole / ranks + 5 * 16 * 24  # the largest: matrices are not divided
             dist.destroy_process_group()
     if rank == 0:  # of the two ranks, adamuon
-        with pytest.raises(ValueError, match="full_state_dict"):
-            build("adamuon")[1].load_state_dict(share)
         torch.save((half, saved), f"{folder}/half.pt")
     Path(folder, f"done-{rank}").touch()
     while not all(Path(folder, f"done-{r}").exists() for r in range(3)):
@@ -461,7 +498,7 @@ def graphs():
 
 @pytest.mark.parametrize("variant", ["muon-vs", "normuon"])
 def test_compiled_is_eager_and_nothing_that_changes_recompiles(variant):
-    """New lr, weight decay, momentum, γ, β₂, steps, shapes: no new graph. The same numbers to fp32 rounding."""
+    """New lr, weight decay, momentum, γ, power, β₂, steps: no new graph. The same numbers to fp32 rounding."""
     results = []
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -477,10 +514,7 @@ def test_compiled_is_eager_and_nothing_that_changes_recompiles(variant):
                 opt.param_groups[0].update(lr=np.float64(0.02 - 0.001 * step), weight_decay=0.1 + 0.01 * step,
                                            gamma=10.0 + step, power=1 - 0.1 * step,
                                            momentum=0.9 + 0.005 * step, beta2=0.9 + 0.005 * step)
-            more = parameters((40, 24), (8, 48))
-            run(Muon(more, lr=0.1, variant=variant, compile=compile, ns_dtype=torch.float32), more, 2)
-            results.append(params + more)
-            assert graphs() == warm
-    assert before < warm <= before + 4, "before and after Newton-Schulz, each for wide and for tall matrices"
+            assert graphs() == warm == before + 2 * compile, "a graph for each shape"
+            results.append(params)
     for eager, compiled in zip(*results):
         torch.testing.assert_close(eager, compiled, rtol=1e-4, atol=1e-5)

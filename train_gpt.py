@@ -9,7 +9,7 @@ Trains a GPT-2 (pre-norm, RoPE, no biases, untied head) with Muon-VS, or with an
 Every hyperparameter is a global below: edit it where no preset sets it, or pass --name=value. The last line is "final
 val_loss:...". Shapes: B sequences of a micro-batch, T tokens, D width, H heads, K head width, V vocabulary, N = B T.
 """
-import argparse, ctypes, functools, importlib.util, math, os, re, resource, shutil, signal, sys, time, zipfile
+import argparse, copy, functools, importlib.util, math, os, re, resource, shutil, signal, sys, time, zipfile
 from collections import Counter
 from pathlib import Path
 
@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy as Policy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import optim
@@ -55,6 +56,7 @@ power = 1.0                   # of the denominator of muon-vs: 1 is the paper's 
 beta2 = 0.95                  # β₂ of normuon and muon2
 muon_eps = 1e-8               # ε of all but muon
 ns_steps = 5                  # Newton-Schulz iterations
+qkv_split = 1                 # matrices that Muon cuts a fused q-k-v matrix into: 3, or 3 n_head for one a head
 ns_eps = 1e-7                 # added to the norm that Newton-Schulz divides by
 adjust_lr_fn = "match_rms_adamw"  # scale of Muon's update: original, match_rms_adamw, frobenius
 adam_beta1 = 0.9
@@ -70,7 +72,6 @@ log_interval = 10             # updates
 eval_interval = 100           # updates
 checkpoint_interval = 500     # updates; the last one is always saved
 keep_checkpoints = 2          # newest ones; 0: all
-max_skips = 30                # updates in a row without a finite gradient, after which a run gives up at a log line
 wandb = ""                    # project to log to; needs: pip install wandb
 # system
 seed = 1                      # of initialisation and data order
@@ -80,9 +81,10 @@ param_dtype = "float32"       # bfloat16: parameters and optimizer state are bf1
 compile = True                # torch.compile of blocks, loss and Muon
 fsdp = False                  # shard weights, gradients and state by rows (FSDP2), instead of DDP
 
-LEAST = dict(n_layer=1, n_head=1, n_embd=1, block_size=1, batch_size=1, log_interval=1, eval_interval=1, max_skips=1,
+LEAST = dict(n_layer=1, n_head=1, n_embd=1, block_size=1, batch_size=1, log_interval=1, eval_interval=1,
              checkpoint_interval=1, keep_checkpoints=0, max_iters=0, warmup_iters=0, micro_batch_size=0,
-             learning_rate=0, adam_lr=0, weight_decay=0, grad_clip=0, gamma=0, power=0, seed=0)  # smallest legal values
+             learning_rate=0, adam_lr=0, weight_decay=0, grad_clip=0, gamma=0, power=0, ns_steps=0,
+             qkv_split=1, seed=0)  # smallest legal values
 
 gpt2 = dict(dataset="openwebtext", block_size=1024, batch_size=480, max_iters=100_000, learning_rate=6e-4, adam_lr=6e-4,
             gamma=10.0, schedule="constant", warmup_iters=2000, eval_interval=1000, checkpoint_interval=1000,
@@ -194,21 +196,6 @@ def rotate(x_BHTK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x_BHTK.chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).type_as(x_BHTK)
 
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention, (B, H, T, K) each. On a CPU, up to 512 tokens, it is faster than the fused kernel to take 128
-    queries at a time, each with the keys that the last of them may see, in plain products."""
-    T = q.size(2)
-    if q.device.type != "cpu" or T > 512:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    future_TT = torch.full((T, T), -math.inf, dtype=q.dtype).triu(1)
-    parts = []
-    for i in range(0, T, 128):
-        j = min(i + 128, T)
-        scores = (q[:, :, i:j] * q.size(3) ** -0.5) @ k[:, :, :j].mT + future_TT[i:j, :j]
-        exps = torch.exp(scores - scores.amax(-1, keepdim=True).detach())
-        parts.append((exps @ v[:, :, :j] / optim.upcast(exps).sum(-1, keepdim=True)).type_as(v))
-    return torch.cat(parts, 2)
-
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
@@ -218,13 +205,8 @@ class Attention(nn.Module):
     def forward(self, x_BTD, cos, sin):
         B, T, D = x_BTD.shape
         q, k, v = self.qkv(x_BTD).view(B, T, 3, n_head, D // n_head).permute(2, 0, 3, 1, 4)  # (B, H, T, K) each
-        y_BHTK = attend(rotate(q, cos, sin), rotate(k, cos, sin), v)
+        y_BHTK = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
         return self.proj(y_BHTK.transpose(1, 2).reshape(B, T, D))
-
-def gelu(x: Tensor) -> Tensor:
-    """GELU's tanh form, 0.5x (1 + tanh z), as xσ(2z), which is faster."""
-    y = optim.upcast(x)
-    return (y * torch.sigmoid(y * (1.59576912 + 0.07135481 * y * y))).type_as(x)
 
 class MLP(nn.Module):
     def __init__(self):
@@ -233,7 +215,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(4 * n_embd, n_embd, bias=False)
 
     def forward(self, x_BTD):
-        return self.down(gelu(self.up(x_BTD)))
+        return self.down(F.gelu(self.up(x_BTD), approximate="tanh"))
 
 class Block(nn.Module):
     def __init__(self):
@@ -278,17 +260,18 @@ class Model(nn.Module):
 
 # ---- Optimizers and schedule -----------------------------------------------------------------------------------------
 def build_optimizers(model: Model) -> list[torch.optim.Optimizer]:
-    """Muon for the weights of Linears inside blocks and AdamW for the rest, or AdamW for all."""
-    matrices = [module.weight for module in model.blocks.modules() if isinstance(module, nn.Linear)]
+    """Muon for the matrices inside blocks and AdamW for the rest, or AdamW for all."""
+    fused = [p for name, p in model.blocks.named_parameters() if name.endswith("qkv.weight")]
+    matrices = [p for p in model.blocks.parameters() if p.ndim >= 2 and p not in {*fused}]
     tables = list(dict.fromkeys([model.embed.weight, model.head.weight]))  # one if they are tied
-    others = [p for p in model.parameters() if p not in {*matrices, *tables}]  # gains, and what you add
+    others = [p for p in model.parameters() if p not in {*fused, *matrices, *tables}]  # gains, and what you add
     adam = [dict(params=tables, lr=adam_lr, weight_decay=weight_decay), dict(params=others, lr=adam_lr, weight_decay=0)]
     optimizers = []
     if optimizer == "adamw":
-        adam.append(dict(params=matrices, lr=learning_rate, weight_decay=weight_decay))
+        adam.append(dict(params=fused + matrices, lr=learning_rate, weight_decay=weight_decay))
     else:
         optimizers.append(optim.Muon(
-            matrices,
+            [dict(params=fused, split=qkv_split), dict(params=matrices)],
             lr=learning_rate,
             variant=optimizer,
             momentum=momentum,
@@ -299,12 +282,14 @@ def build_optimizers(model: Model) -> list[torch.optim.Optimizer]:
             eps=muon_eps,
             ns_steps=ns_steps,
             ns_eps=ns_eps,
-            ns_dtype=torch.bfloat16 if fast_bf16() else torch.float32,  # whatever dtype is
             adjust_lr_fn=adjust_lr_fn,
             state_dtype=torch.bfloat16 if param_dtype == "bfloat16" else None,
             compile=compile,
         ))
-    return [*optimizers, torch.optim.AdamW(adam, betas=(adam_beta1, adam_beta2), eps=adam_eps, fused=True)]
+    optimizers.append(torch.optim.AdamW(adam, betas=(adam_beta1, adam_beta2), eps=adam_eps, fused=True))
+    placed = [p for opt in optimizers for group in opt.param_groups for p in group["params"]]
+    assert Counter(placed) == Counter(model.parameters()), "a parameter is in no group, or in two"
+    return optimizers
 
 def parameter_table(model: Model, optimizers: list[torch.optim.Optimizer]) -> str:
     """What each parameter gets; layers share a line."""
@@ -362,13 +347,6 @@ def hardware() -> str:
     cpu = f"{torch.cpu.get_capabilities().get('cpu_name', 'CPU')}, {torch.get_num_threads()} threads a rank"
     return torch.cuda.get_device_name() if device == "cuda" else cpu
 
-def fast_bf16() -> bool:
-    """Whether products are faster in bf16: on Ampere or newer, and on CPUs with AMX or AMD's AVX512-BF16."""
-    if device == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    cpu = torch.cpu.get_capabilities()
-    return cpu.get("amx_bf16", False) or cpu.get("avx512_bf16", False) and "AMD" in cpu["cpu_name"]
-
 # ---- Checkpoints -----------------------------------------------------------------------------------------------------
 def save_checkpoint(folder: Path, content: dict) -> None:
     """Writes step_N.pt whole or not at all, then removes all but the newest keep_checkpoints."""
@@ -414,29 +392,34 @@ def load_checkpoint(path: Path, weights_alone: bool, model: Model, optimizers: l
     different = {(name, t.shape) for name, t in saved["model"].items()} ^ {(name, p.shape) for name, p in own.items()}
     if different:
         sys.exit(f"{path} is of another model, which differs in {', '.join(sorted({name for name, _ in different}))}")
-    model.load_state_dict({name: optim.sharded_like(saved["model"][name], p) for name, p in own.items()})
+    model.load_state_dict({name: optim.placed_like(saved["model"][name], p) for name, p in own.items()})
     if weights_alone:
         return {}
     if saved["globals"]["optimizer"] != optimizer:
         sys.exit(f"{path} is of --optimizer={saved['globals']['optimizer']}; pass that")
     for opt in optimizers:
-        state = {}  # of which Muon keeps its share
+        state = {}  # whole, of which Muon takes what is this rank's
         for i, (name, p) in enumerate(named_parameters(model, opt)):
-            entry = saved["optimizer"][name]
-            state[i] = {key: t if key == "step" else optim.sharded_like(t, p) for key, t in entry.items()}
+            entry, of_muon = saved["optimizer"][name], isinstance(opt, optim.Muon)
+            state[i] = {key: t if of_muon or key == "step" else optim.placed_like(t, p) for key, t in entry.items()}
         opt.load_state_dict({"state": state, "param_groups": opt.state_dict()["param_groups"]})  # lr … of this run
-    return {name: saved[name] for name in ("step", "train_time", "skipped", "globals")}
+    return {name: saved[name] for name in ("step", "train_time", "globals")}
 
 def whole_state(model: Model, optimizers: list[torch.optim.Optimizer]) -> dict:
     """Weights, and the optimizers' buffers by their parameter's name, on rank 0; all ranks have to call it."""
-    state = {"model": {name: optim.whole_on_cpu(p) for name, p in model.state_dict().items()}, "optimizer": {}}
+    state = {"model": {name: whole_on_cpu(p) for name, p in model.state_dict().items()}, "optimizer": {}}
     for opt in optimizers:
         is_muon = isinstance(opt, optim.Muon)  # its full_state_dict gathers to rank 0, and is {} elsewhere
         buffers = opt.full_state_dict().get("state", {}) if is_muon else opt.state_dict()["state"]
         for i, (name, _) in enumerate(named_parameters(model, opt)):
             entry = buffers.get(i, {})
-            state["optimizer"][name] = entry if is_muon else {key: optim.whole_on_cpu(t) for key, t in entry.items()}
+            state["optimizer"][name] = entry if is_muon else {key: whole_on_cpu(t) for key, t in entry.items()}
     return state
+
+def whole_on_cpu(t: Tensor) -> Tensor | None:
+    """A copy on rank 0 of t, of which ranks may hold parts; all ranks have to call it."""
+    t = t.full_tensor() if isinstance(t, DTensor) else t
+    return t.to("cpu", copy=True) if rank == 0 else None
 
 def named_parameters(model: Model, opt: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
     names = {p: name for name, p in model.named_parameters()}
@@ -449,14 +432,11 @@ def init_ranks() -> None:
     if device == "cuda":
         torch.cuda.set_device(local_rank)
         torch.backends.cuda.matmul.allow_tf32 = True
-    elif sys.platform == "linux":  # glibc shall keep freed memory: mapping it again takes a tenth of an update
-        for option, value in (-4, 0), (-1, -1), (-2, 2**28):  # M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD
-            ctypes.CDLL(None).mallopt(option, value)
     if compile and device == "cpu" and not shutil.which(torch._inductor.config.cpp.cxx[-1]):
         print("runs uncompiled, so slower, as there is no C++ compiler", file=sys.stderr)
         compile = False
     if dtype == "auto":
-        dtype = "bfloat16" if param_dtype == "bfloat16" or fast_bf16() else "float32"
+        dtype = "bfloat16" if param_dtype == "bfloat16" or optim.fast_dtype(device) == torch.bfloat16 else "float32"
     if world > 1:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
@@ -503,9 +483,9 @@ def open_log(path: Path, facts: str, settings: dict):
             tracker.log(figures, step=int(figures.get("step", max_iters)))
     return log
 
-def update(step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer], shards: Shards, dry_run=False):
-    """One update. Returns, as scalars on the device so that nobody waits for a GPU: the loss of this rank's sequences;
-    the norm of the whole gradient; 1 if nothing changed, because the norm is not finite or in a dry run, else 0."""
+def update(step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer], shards: Shards):
+    """One update. Returns, as scalars on the device so that nobody waits for a GPU, the loss of this rank's sequences
+    and the norm of the whole gradient."""
     loss, accumulate = 0.0, batch_size // (micro_batch_size * world)
     for k in range(accumulate):
         first = (k * world + rank) * micro_batch_size
@@ -518,13 +498,24 @@ def update(step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer],
         loss += part.detach()
     norm = nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
     norm = norm.full_tensor() if fsdp and world > 1 else norm
-    skipped = (~norm.isfinite() | dry_run).float()
     set_schedules(step, optimizers)
     for opt in optimizers:
-        opt.found_inf = skipped  # at 1, Muon and fused AdamW change nothing; other optimizers would
         opt.step()
         opt.zero_grad()
-    return loss, norm, skipped
+    return loss, norm
+
+@torch.no_grad()
+def warm_up(model: nn.Module, optimizers: list[torch.optim.Optimizer], shards: Shards) -> None:
+    """Compiles, outside the clock, by an update that is undone."""
+    weights = [p.detach().clone() for p in model.parameters()]
+    states = [{p: copy.deepcopy(state) for p, state in opt.state.items()} for opt in optimizers]
+    with torch.enable_grad():
+        update(0, model, optimizers, shards)
+    for p, weight in zip(model.parameters(), weights):
+        p.copy_(weight)
+    for opt, state in zip(optimizers, states):
+        opt.state.clear()
+        opt.state.update(state)
 
 signals = []  # SIGTERM and SIGINT that came
 
@@ -555,7 +546,7 @@ def main(argv: list[str]) -> None:
     model = build_model(-(-train_shards.vocab // 64) * 64)  # rows of embedding and head
     optimizers = build_optimizers(model)
     settings = {name: globals()[name] for name in GLOBALS}
-    start = dict(step=0, train_time=0.0, skipped=0, globals=settings)
+    start = dict(step=0, train_time=0.0, globals=settings)
     if path:
         start |= load_checkpoint(path, weights_alone, model, optimizers)
     if eval_only:
@@ -571,7 +562,7 @@ def main(argv: list[str]) -> None:
     parallel = model
     if world > 1 and not fsdp:
         parallel = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
-    update(0, parallel, optimizers, train_shards, dry_run=True)  # compiles, outside the clock, and changes nothing
+    warm_up(parallel, optimizers, train_shards)
 
     # log
     log = open_log(log_path, facts, settings) if rank == 0 else lambda line: None
@@ -584,8 +575,8 @@ def main(argv: list[str]) -> None:
     # training: updates, and pauses between them, in which the clock stops
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
-    step, skipped, skips_in_a_row = first_step, torch.tensor(float(start["skipped"]), device=device), 0
-    report = ""  # loss, norm, lr of the last update; skips of the whole run; speeds since the last pause
+    step, finite = first_step, True
+    report = ""  # loss, norm, lr of the last update; speeds since the last pause
     while True:
         last = step >= max_iters
         validating = last or step % eval_interval == 0
@@ -595,12 +586,12 @@ def main(argv: list[str]) -> None:
         stop = torch.tensor(float(bool(signals)), device=device)  # in effect if any rank got one
         if world > 1:
             dist.all_reduce(stop)
-        if skips_in_a_row >= max_skips or not math.isfinite(val_loss):
+        if not finite or not math.isfinite(val_loss):
             log(f"diverged: no finite loss or gradient at update {step}; try --resume=PATH and a lower --learning_rate")
-            sys.exit(0 if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) else 1)  # a restart would replay it
+            sys.exit(1)
         if stop or step > first_step and (last or step % checkpoint_interval == 0):
-            content = dict(whole_state(model, optimizers), step=step, train_time=train_time, skipped=skipped.item(),
-                           globals=settings, script=Path(__file__).name, vocab=train_shards.vocab, eot=train_shards.eot)
+            content = dict(whole_state(model, optimizers), step=step, train_time=train_time, globals=settings,
+                           script=Path(__file__).name, vocab=train_shards.vocab, eot=train_shards.eot)
             if rank == 0:
                 save_checkpoint(checkpoint_folder, content)
         if last or stop:
@@ -608,23 +599,23 @@ def main(argv: list[str]) -> None:
         next_pause = min(max_iters, *((step // n + 1) * n for n in (log_interval, eval_interval, checkpoint_interval)))
         tokens, clock = (next_pause - step) * batch_size * block_size, time.perf_counter()
         while step < next_pause:
-            loss, norm, was_skipped = update(step, parallel, optimizers, train_shards)
-            skipped += was_skipped
-            skips_in_a_row = (skips_in_a_row + 1) * was_skipped
+            loss, norm = update(step, parallel, optimizers, train_shards)
             step += 1
         torch.get_device_module(device).synchronize()
         seconds = time.perf_counter() - clock
         train_time, tokens_per_s = train_time + seconds, tokens / seconds
         if world > 1:
             dist.all_reduce(loss)
+        finite = math.isfinite(loss + norm)
         report = (f" train_loss:{loss / world:.5f} grad_norm:{norm:.4f} lr:{learning_rate * lr_factor(step - 1):.6g}"
-                  f" skipped:{skipped:.0f} tokens_per_s:{tokens_per_s:.0f} mfu:{mfu(model, tokens_per_s)}"
+                  f" tokens_per_s:{tokens_per_s:.0f} mfu:{mfu(model, tokens_per_s)}"
                   f" time_left:{(max_iters - step) * batch_size * block_size / tokens_per_s:.0f}s")
 
     # the end
     if last:
         rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        state = sum(optim.local(t).nbytes for opt in optimizers for entry in opt.state.values() for t in entry.values())
+        buffers = [t for opt in optimizers for entry in opt.state.values() for t in entry.values()]
+        state = sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in buffers)
         most = torch.tensor([torch.cuda.max_memory_allocated() or rss, state], device=device)  # of any rank
         if world > 1:
             dist.all_reduce(most, dist.ReduceOp.MAX)

@@ -18,7 +18,7 @@ def save(script, **settings):
     torch.manual_seed(0)
     for p in model.parameters():
         p.data = (torch.randn_like(p) * 0.3 + (p.ndim == 1)).to(getattr(torch, t.param_dtype))
-    saved = dict(step=8, train_time=1.0, skipped=0, model=model.state_dict(), optimizer={}, script=Path(script).name,
+    saved = dict(step=8, train_time=1.0, model=model.state_dict(), optimizer={}, script=Path(script).name,
                  globals={name: getattr(t, name) for name in t.GLOBALS}, vocab=257, eot=256)
     Path("checkpoints/run").mkdir(parents=True)
     torch.save(saved, "checkpoints/run/step_00000008.pt")

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from scipy import stats
 
 from common import on_ranks, write_tiny
@@ -41,10 +42,16 @@ def make(*argv):
     return [{row.get("", i): row for i, row in enumerate(rows)} for rows in tables]
 
 def uneven(module):
-    """Rank 1 says that it has much memory and state, rank 0 that it has none."""
-    size, usage = 2**20 * module.rank, SimpleNamespace(ru_maxrss=2**20 * module.rank)
+    """Rank 1 says that it has much memory, rank 0 that it has none; and rank 1 has more state, by 1 MiB."""
+    usage = SimpleNamespace(ru_maxrss=2**20 * module.rank)
     module.resource = SimpleNamespace(RUSAGE_SELF=0, getrusage=lambda who: usage)
-    module.optim = SimpleNamespace(**vars(module.optim) | {"local": lambda t: SimpleNamespace(nbytes=size)})
+    build = module.build_optimizers
+
+    def build_optimizers(model):
+        muon, adamw = build(model)
+        muon.state[muon.param_groups[1]["params"][0]]["more"] = torch.zeros(2**18 * module.rank)
+        return [muon, adamw]
+    module.build_optimizers = build_optimizers
 
 @pytest.mark.parametrize("title", ["gpt", "llama"])
 def test_reads_the_scripts_own_log(title):

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from common import ROOT, TINY, checkpoint, fresh, on_ranks, train, write_shard, write_tiny
@@ -31,25 +32,6 @@ def assert_equal(a, b, **tolerance):
 
 # ---- Model -----------------------------------------------------------------------------------------------------------
 
-def attention_in_float64(q, k, v):
-    future = torch.full(2 * [q.size(2)], -math.inf, dtype=torch.float64).triu(1)
-    return torch.softmax(q.double() @ k.double().mT / q.size(3) ** 0.5 + future, -1) @ v.double()
-
-@pytest.mark.parametrize("length", [1, 127, 128, 300, 512, 520])  # parts are of 128; above 512 it is torch's kernel
-def test_attention_is_causal_softmax(length):
-    """To fp32 rounding: errors measured are up to 6e-7 in y and 3e-6 in gradients. Scores of 1e4 overflow e^x; a later
-    key's far above the earlier ones may not push those to 0 / 0."""
-    torch.manual_seed(length)
-    q, k, v, gradient = (torch.randn(2, 2, length, 8, requires_grad=i < 3) for i in range(4))
-    ours, exact = fresh().attend(q, k, v), attention_in_float64(q, k, v)
-    torch.testing.assert_close(ours.double(), exact, rtol=0, atol=2.5e-6)
-    gradients = torch.autograd.grad(ours, (q, k, v), gradient), torch.autograd.grad(exact, (q, k, v), gradient.double())
-    for a, b in zip(*gradients):
-        torch.testing.assert_close(a, b.float(), rtol=0, atol=1e-5)
-    q, k = torch.ones(2, 2, length, 8), torch.ones(2, 2, length, 8)
-    k[:, :, length // 2] = 1e4
-    torch.testing.assert_close(fresh().attend(q, k, v).double(), attention_in_float64(q, k, v), rtol=0, atol=5e-6)
-
 def test_rope_turns_pairs_by_complex_numbers():
     t = fresh(block_size=64, n_embd=16, n_head=2)
     model, x = t.Model(8), torch.randn(1, 2, 64, 8)
@@ -58,20 +40,16 @@ def test_rope_turns_pairs_by_complex_numbers():
     turned = t.rotate(x, model.cos, model.sin).double()
     torch.testing.assert_close(turned, torch.cat([z.real, z.imag], -1), rtol=0, atol=2e-6)
 
-def test_gelu_is_torchs_tanh_form():
-    x = torch.linspace(-9, 9, 1001, dtype=torch.float64)
-    torch.testing.assert_close(fresh().gelu(x), torch.nn.functional.gelu(x, approximate="tanh"), rtol=0, atol=1e-8)
-
 def test_flops_are_what_torch_counts():
-    """With a context of 128, where the plain products do not skip the future, which is counted as in the PaLM paper."""
+    """Attention to the future is counted too, as in the PaLM paper."""
     t = fresh(**TINY | dict(n_layer=2, block_size=128))
     model, x, t.hardware = t.Model(320), torch.zeros(2, 128, dtype=torch.int64), lambda: "NVIDIA H200"
-    with FlopCounterMode(display=False) as counter:
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:  # of the others it counts one
         model(x, x).backward()
     assert counter.get_total_flops() == 256 * float(t.mfu(model, 989e12))  # at a token for each FLOP of its peak
 
 def test_initial_weights_and_every_parameter_in_one_group():
-    """A fork's scalars and small matrices stay as they are, and are AdamW's."""
+    """A fork's parameters stay as they are; its scalars are AdamW's, its matrices inside blocks Muon's."""
     t = fresh(n_layer=8)
     class Block(t.Block):
         def __init__(self):
@@ -92,9 +70,10 @@ def test_initial_weights_and_every_parameter_in_one_group():
         assert sum(int(row.split()[0]) for row in rows) == len(placed)
         for row in rows:
             name = row.split("(")[0].split()[-1].replace("*", "0")
-            by_adamw = t.optimizer == "adamw" or name not in linear or name in ("embed.weight", "head.weight")
+            matrix = name in linear or name.endswith("mix")
+            by_adamw = t.optimizer == "adamw" or not matrix or name in ("embed.weight", "head.weight")
             assert ("adamw" in row) == by_adamw
-            assert row.endswith(" 0") == (name not in linear)
+            assert row.endswith(" 0") == (not matrix)
 
 def test_activation_checkpointing_changes_no_gradient():
     plain, recomputed = (train(f"run{on}", activation_checkpointing=on) for on in (False, True))
@@ -177,20 +156,27 @@ def spoil(updates):
         module.update = spoiled
     return meddle
 
-def test_an_update_without_a_finite_gradient_changes_nothing_and_is_counted():
-    saved = train("run", max_skips=3, meddle=spoil([2, 3, 5]))  # so few in a row do not end it
-    assert saved["skipped"] == 3 and figures("run", "skipped")[8] == 3
-    assert all(p.isfinite().all() for p in saved["model"].values())
-    assert {entry["step"].item() for entry in saved["optimizer"].values()} == {5}
-
-@pytest.mark.parametrize("restarts, status", [("0", 1), ("3", 0)])
-def test_a_run_gives_up_after_many_skipped_updates_in_a_row(restarts, status, monkeypatch):
-    """torchrun would start a run that fails again, to the same end."""
+@pytest.mark.parametrize("restarts", ["0", "3"])
+def test_a_run_that_is_no_longer_finite_ends_at_its_next_log_line(restarts, monkeypatch):
+    """With a status that torchrun sees, and the last finite checkpoint kept."""
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
     with pytest.raises(SystemExit) as stopped:
-        train("many", max_iters=20, max_skips=5, checkpoint_interval=20, meddle=spoil(range(3, 20)))
-    assert stopped.value.code == status and checkpoint("many") is None
-    assert log_lines("many")[-1].startswith("diverged: ") and "at update 8;" in log_lines("many")[-1]
+        train("many", max_iters=20, log_interval=2, checkpoint_interval=2, meddle=spoil([5]))
+    assert stopped.value.code == 1 and checkpoint("many")["step"] == 4
+    assert all(p.isfinite().all() for p in checkpoint("many")["model"].values())
+    assert log_lines("many")[-1].startswith("diverged: ") and "at update 6;" in log_lines("many")[-1]
+
+@pytest.mark.parametrize("theirs", [False, True])
+def test_the_warm_up_changes_nothing_with_any_optimizer(theirs):
+    def meddle(module, warm=True):
+        build = module.build_optimizers
+        def with_torchs_muon(model):
+            muon, adamw = build(model)
+            return [torch.optim.Muon([p for p in model.blocks.parameters() if p.ndim == 2]), adamw]
+        module.build_optimizers = with_torchs_muon if theirs else build
+        module.warm_up = module.warm_up if warm else lambda *_: None
+    warm, cold = train("warm", meddle=meddle), train("cold", meddle=lambda module: meddle(module, False))
+    assert_equal(warm, cold)
 
 # ---- Validation and log ----------------------------------------------------------------------------------------------
 
@@ -220,7 +206,7 @@ def test_log_begins_with_its_source_and_has_the_speedruns_lines():
     grammar = re.compile(r"step:(\d+)/8 (val_loss:[\d.]+ )?train_time:[\d.]+s step_avg:[\d.]+ms( |$)")
     seen = [grammar.match(line) for line in lines[:-1]]
     assert [(int(m[1]), bool(m[2])) for m in seen] == [(i, i % 4 == 0) for i in range(9)]
-    keys = "train_loss grad_norm lr skipped tokens_per_s mfu time_left"
+    keys = "train_loss grad_norm lr tokens_per_s mfu time_left"
     assert all(f" {key}:" in line for line in lines[1:-1] for key in keys.split())
     assert re.fullmatch(r"final val_loss:\S+ val_ppl:\S+ val_acc:\S+ train_time:\S+s peak_memory_mib:\d+ "
                         r"optimizer_state_mib:\S+", lines[-1])
@@ -406,18 +392,24 @@ def test_presets_flags_and_their_order():
         t.configure(["--preset=big", *words])
         assert (t.n_layer, t.gamma, t.val_dataset) == expected
 
-MUON = ("import test_optim as t; ps = t.parameters((8, 4), (8, 4)); muon = t.Muon(ps); t.run(muon, ps, 2); "
-        "print(all(p.isfinite().all() for p in ps), muon.state[ps[0]]['step'].item())")
+MUON = """
+import test_optim as t
+ps = t.parameters((8, 4))
+muon = t.Muon(ps)
+try:
+    t.run(muon, ps, 1)
+except RuntimeError as error:
+    print(error, muon.state[ps[0]]["step"].item())
+"""
 FLAGS = [f"--{name}={value}" for name, value in (TINY | dict(compile=True, max_iters=2)).items()]
 
 @pytest.mark.parametrize("argv, end, told", [
     ([ROOT / "train_gpt.py", *FLAGS], "final val_loss", "runs uncompiled, so slower"),
-    (["-c", MUON], "True 2.0", "UserWarning: Muon runs uncompiled")], ids=["script", "Muon"])
-def test_without_a_compiler_it_runs_uncompiled_after_one_line(argv, end, told, tmp_path):
+    (["-c", MUON], "no compiler works? Muon(..., compile=False) needs none 0.0", "")], ids=["script", "Muon"])
+def test_without_a_compiler_the_script_runs_uncompiled_and_muon_says_how(argv, end, told, tmp_path):
     env = os.environ | dict(PYTHONPATH=str(ROOT), CXX="/nonexistent", TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
     done = subprocess.run([sys.executable, *argv], env=env, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.splitlines()[-1].startswith(end), done.stderr
-    assert done.stderr.count(told) == 1
+    assert done.returncode == 0 and done.stdout.splitlines()[-1].startswith(end) and told in done.stderr, done.stderr
 
 def test_faults_lose_nothing():
     """The short form of the fault injection, which says at its end what was lost."""

@@ -7,9 +7,9 @@ Times one step of this project's optimizers and of torch.optim.Muon on the matri
     python tools/bench_optim.py --kj=../Muon/muon.py                 # and a clone of KellerJordan/Muon
 
 A round times one step of each optimizer, in random order. The table has medians over rounds [and quartiles]; a ratio is
-taken within a round, whose noise hits both alike. On Linux glibc keeps freed memory for all, as in train_gpt.py.
+taken within a round, whose noise hits both alike.
 """
-import argparse, ctypes, functools, importlib.util, itertools, platform, shlex, sys
+import argparse, functools, importlib.util, itertools, platform, shlex, sys
 from pathlib import Path
 
 import numpy as np
@@ -108,9 +108,6 @@ def main() -> None:
     parser.add_argument("--kj", metavar="PATH", help="muon.py of a clone of KellerJordan/Muon")
     args = parser.parse_args()
 
-    if sys.platform == "linux":
-        for option, value in (-4, 0), (-1, -1), (-2, 2**28):  # M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD
-            ctypes.CDLL(None).mallopt(option, value)
     shapes = matrices(args.shapes)
     seconds = measure(builders(args), shapes, args.repeats, args.device)
     counts = ", ".join(f"{shapes.count(s)} x {s[0]}x{s[1]}" for s in dict.fromkeys(shapes))

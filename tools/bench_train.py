@@ -105,7 +105,7 @@ def main() -> None:
     train = script(args.ours[0])
     train.configure(shlex.split(args.ours[0]))
     if train.dtype == "auto":
-        train.dtype = "bfloat16" if train.fast_bf16() else "float32"
+        train.dtype = str(train.optim.fast_dtype(train.device)).removeprefix("torch.")
 
     with tempfile.TemporaryDirectory() as temporary:
         rows = {}

@@ -11,8 +11,9 @@ they share a machine, their clocks say nothing. On Ctrl-C, SIGTERM or SIGHUP run
 import argparse, itertools, os, re, signal, subprocess, sys, time
 from pathlib import Path
 
-NAMED = dict(preset="", dataset="", optimizer="", learning_rate="lr", adam_lr="adam_lr", weight_decay="wd", gamma="gamma", power="power",
-             ns_steps="ns", batch_size="batch", max_iters="updates", schedule="", seed="seed", repeat="repeat")
+NAMED = dict(preset="", dataset="", optimizer="", learning_rate="lr", adam_lr="adam_lr", weight_decay="wd",
+             gamma="gamma", power="power", ns_steps="ns", batch_size="batch", max_iters="updates", schedule="",
+             seed="seed", repeat="repeat")
 
 def parse(words: list[str], error) -> dict[str, list[str]]:
     """['--seed=1..3', '--optimizer=muon,adamw'] -> {'seed': ['1', '2', '3'], 'optimizer': ['muon', 'adamw']}"""
