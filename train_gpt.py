@@ -196,6 +196,13 @@ def rotate(x_BHTK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x_BHTK.chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).type_as(x_BHTK)
 
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention, (B, H, T, K) each. In bf16 on a CPU the fused kernel would make an update 1.4 times as long."""
+    if device == "cuda":
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    future_TT = torch.full((q.size(2), q.size(2)), -math.inf, dtype=q.dtype).triu(1)
+    return torch.softmax(q @ k.mT * q.size(3) ** -0.5 + future_TT, -1) @ v
+
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
@@ -205,8 +212,12 @@ class Attention(nn.Module):
     def forward(self, x_BTD, cos, sin):
         B, T, D = x_BTD.shape
         q, k, v = self.qkv(x_BTD).view(B, T, 3, n_head, D // n_head).permute(2, 0, 3, 1, 4)  # (B, H, T, K) each
-        y_BHTK = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
+        y_BHTK = attend(rotate(q, cos, sin), rotate(k, cos, sin), v)
         return self.proj(y_BHTK.transpose(1, 2).reshape(B, T, D))
+
+def gelu(x: Tensor) -> Tensor:
+    """GELU's tanh form, 0.5x (1 + tanh z), as xσ(2z): with torch's own an update on a CPU takes 1.1 times as long."""
+    return x * torch.sigmoid(x * (1.59576912 + 0.07135481 * x * x))
 
 class MLP(nn.Module):
     def __init__(self):
@@ -215,7 +226,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(4 * n_embd, n_embd, bias=False)
 
     def forward(self, x_BTD):
-        return self.down(F.gelu(self.up(x_BTD), approximate="tanh"))
+        return self.down(gelu(self.up(x_BTD)))
 
 class Block(nn.Module):
     def __init__(self):

@@ -121,7 +121,7 @@ def test_shared_sections_are_the_same_text():
     gpt, llama = sections("train_gpt.py"), sections("train_llama.py")
     assert list(gpt) == list(llama) and len(gpt) == 8
     assert {title for title in gpt if gpt[title] != llama[title]} == {"Globals and presets", "Model"}
-    for function in "rotate", "Block":
+    for function in "rotate", "attend", "Block":
         pattern = rf"^(?:def|class) {function}\b.*?(?=^(?:def|class|# ----))"
         a, b = (re.search(pattern, (ROOT / script).read_text(), re.M | re.S)[0]
                 for script in ("train_gpt.py", "train_llama.py"))
