@@ -5,35 +5,34 @@ One file, to import or to copy; it needs only torch.
     muon = Muon(matrices, lr=6e-4, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     adamw = torch.optim.AdamW(embeddings_head_and_vectors, lr=6e-4, weight_decay=0.1)
 
-Lines and symbols are those of the paper's Algorithm 1: W weights, G gradient, M momentum, Γ
-variance, O orthogonalised; η lr, λ weight decay, β momentum, γ factor of Muon-NSR, ε stabiliser,
-t update; hat: bias-corrected; tilde: with Nesterov's lookahead. m counts outputs, n inputs.
+Numbered lines and symbols are those of the paper's Algorithm 1: W weights, G gradient, M momentum,
+Γ variance, O orthogonalised; _hat bias-corrected, _tilde with Nesterov's lookahead.
 """
 import functools
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 # ---- Newton-Schulz -------------------------------------------------------------------------------
 
-JORDAN = (3.4445, -4.7750, 2.0315)  # steep at 0: singular values end near 1, not at 1 (Jordan, 2024)
+JORDAN = (3.4445, -4.7750, 2.0315)  # steep at 0, for which singular values end only near 1
 
 @torch.no_grad()
 def newton_schulz(G, steps=5, eps=1e-7, dtype=None, coefficients=JORDAN, split=1):
-    """Approximates the polar factor UVᵀ of G = USVᵀ. Returns (..., m, n) in dtype.
+    """Approximates the polar factor UVᵀ of G = USVᵀ, (..., m, n). Returns it in dtype.
 
-    G: (..., m, n), normalised in fp32 (fp64 for fp64) and then cast; or a DTensor (k, ..., m, n).
-    dtype: None for fast_dtype. coefficients: (a, b, c), or such a triple for each step, the last
-    for all further ones. split: the rows are so many matrices, one above the other."""
+    dtype: None for fast_dtype; G is normalised in fp32, or fp64, before. coefficients: (a, b, c),
+    or such a triple for each step, the last for all further ones. split: the rows are so many
+    matrices, one above the other. A DTensor must be (k, ..., m, n)."""
     G = upcast(G)
     X = (G / (norm(G, split) + eps)).to(dtype or fast_dtype(G.device.type))
     if not isinstance(X, DTensor):
         return iterate(X, steps, coefficients, split)
 
-    # Unless a rank has whole matrices, it takes some of the k. Each redistribute is the exchange.
+    # Products need whole matrices. Ranks that have parts exchange them for some of the k.
     whole = X.placements
-    if any(place.is_shard() and place.dim >= X.ndim - 2 for place in whole):
+    if any(not place.is_replicate() and place.dim >= X.ndim - 2 for place in whole):
         whole = [Shard(0)] * X.device_mesh.ndim
     O = iterate(X.redistribute(placements=whole).to_local(), steps, coefficients, split)
     O = DTensor.from_local(O, X.device_mesh, whole, shape=X.shape, stride=X.stride())
@@ -41,13 +40,14 @@ def newton_schulz(G, steps=5, eps=1e-7, dtype=None, coefficients=JORDAN, split=1
 
 def iterate(X, steps, coefficients, split):
     """The steps X <- aX + (bA + cA²)X, A = XXᵀ, of matrices (..., m, n) of norm 1."""
-    triples = [*coefficients] if isinstance(coefficients[0], tuple | list) else [coefficients]
+    triples = coefficients if isinstance(coefficients[0], tuple | list) else [coefficients]
     shape = X.shape
     X = X.unflatten(-2, (split, -1)).flatten(0, -3)  # (matrices, m / split, n)
     X, addmm = (X[0], torch.addmm) if len(X) == 1 else (X, torch.baddbmm)
     tall = X.size(-2) > X.size(-1)
     X = X.mT if tall else X
-    for a, b, c in (triples + triples[-1:] * steps)[:steps]:
+    for i in range(steps):
+        a, b, c = triples[min(i, len(triples) - 1)]
         A = X @ X.mT
         B = addmm(A, A, A, beta=b, alpha=c)
         X = addmm(X, B, X, beta=a)
@@ -55,14 +55,13 @@ def iterate(X, steps, coefficients, split):
 
 def norm(X, split=1):
     """The Frobenius norm of the matrix, one of `split`, that a row belongs to: (..., m, 1)."""
-    m = X.size(-2)
-    if isinstance(X, DTensor):  # a column of the rows' norms has the same norm, and is small to send
-        X = X.square().sum(-1, keepdim=True).sqrt()
-        X = X.redistribute(placements=[
+    rows = X.square().sum(-1)
+    if isinstance(X, DTensor):  # whose rows' sums are small to send
+        rows = rows.redistribute(placements=[
             place if place.is_shard() and place.dim < X.ndim - 2 else Replicate()
-            for place in X.placements])
-    norms = X.unflatten(-2, (split, -1)).square().sum((-2, -1)).sqrt()  # (..., split)
-    return norms.repeat_interleave(m // split, -1).unsqueeze(-1)
+            for place in rows.placements])
+    norms = rows.unflatten(-1, (split, -1)).sum(-1).sqrt()
+    return norms.repeat_interleave(X.size(-2) // split, -1).unsqueeze(-1)
 
 def upcast(t):
     """t in the precision that rules compute in: fp32, or fp64 for fp64."""
@@ -71,11 +70,10 @@ def upcast(t):
 @functools.cache
 def fast_dtype(device):
     """bf16 where products are faster in it: Ampere or newer, AMX, AMD's AVX512-BF16; else fp32."""
+    cpu = torch.cpu.get_capabilities()
+    fast = cpu.get("amx_bf16") or cpu.get("avx512_bf16") and "AMD" in cpu["cpu_name"]
     if device == "cuda":
         fast = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        cpu = torch.cpu.get_capabilities()
-        fast = cpu.get("amx_bf16") or cpu.get("avx512_bf16") and "AMD" in cpu["cpu_name"]
     return torch.bfloat16 if fast else torch.float32
 
 # ---- The variants --------------------------------------------------------------------------------
@@ -156,9 +154,10 @@ UPDATE_SCALES = {  # s of (m, n) matrices O, by adjust_lr_fn
 
 def update(weights, gradients, states, variant, lr, weight_decay, adjust_lr_fn, split, ns_steps,
            ns_eps, ns_dtype, ns_coefficients, **options):
-    """Algorithm 1 for k like parameters: lists, of which weights and states change in place."""
+    """Algorithm 1 for k like parameters, whose weights and states change in place."""
     rule, *buffers = VARIANTS[variant]
-    W, G = upcast(torch.stack(weights)), upcast(torch.stack(gradients))  # (k, ..., m, n)
+    W = upcast(torch.stack(weights))  # (k, ..., m, n)
+    G = placed_like(upcast(torch.stack(gradients)), W)
     S = {name: upcast(torch.stack([state[name] for state in states])) for name in buffers}
 
     def ns(X):
@@ -167,24 +166,23 @@ def update(weights, gradients, states, variant, lr, weight_decay, adjust_lr_fn, 
     O, S_new = rule(G, S, ns, split=split, **options)
     scale = UPDATE_SCALES[adjust_lr_fn](O, O.size(-2) // split, O.size(-1), split)
     W_new = W * (1 - lr * weight_decay) - lr * scale * O                     # line 14
-
     for i, state in enumerate(states):
         weights[i].copy_(placed_like(W_new[i], weights[i]))
         for name in buffers:
             state[name].copy_(placed_like(S_new[name][i], state[name]))
 
-@functools.cache
-def compiled_update():
-    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-    return torch.compile(update, fullgraph=True, dynamic=False)  # one graph a shape
-
 def placed_like(value, other):
-    """value, distributed as other is."""
+    """value, a DTensor or whole on each rank, with the placements of other if that is a DTensor."""
     if not isinstance(other, DTensor):
         return value
-    if isinstance(value, DTensor):
-        return value.redistribute(placements=other.placements)
-    return distribute_tensor(value, other.device_mesh, other.placements, src_data_rank=None)
+    if not isinstance(value, DTensor):
+        value = DTensor.from_local(value.to(other.device), other.device_mesh)
+    return value.redistribute(placements=other.placements)
+
+@functools.cache
+def compiled_update():
+    torch._dynamo.config.recompile_limit = max(256, torch._dynamo.config.recompile_limit)
+    return torch.compile(update, fullgraph=True, dynamic=False)  # one graph a shape
 
 # ---- The optimizer -------------------------------------------------------------------------------
 
@@ -192,133 +190,130 @@ class Muon(torch.optim.Optimizer):
     """Muon and its variants for the matrices inside a network, (m, n) or batches (..., m, n).
     Embeddings, output head and vectors are for torch.optim.AdamW.
 
-    lr: η, in units of adjust_lr_fn, named as in torch.optim.Muon: "original" s = √max(1, m/n);
-        "match_rms_adamw" s = 0.2 √max(m, n), for learning rates tuned for AdamW; and "frobenius"
-        s = 0.2 √(mn) / |O|_F, AdaMuon's own. weight_decay: λ, times η but not s.
-    variant: a key of VARIANTS. momentum: β. gamma: γ of muon-nsr and muon-nsr-post. power: of
-        muon-vs's denominator. beta2: β₂ of normuon and muon2. eps: ε of all but muon.
-    ns_...: see newton_schulz. split: rows are cut into so many equal matrices, each with its own
-        Newton-Schulz and scale: 3 for fused queries, keys and values; or one for each head.
+    lr: η, times s, which adjust_lr_fn names as torch.optim.Muon does: "original" √max(1, m/n);
+        "match_rms_adamw" 0.2 √max(m, n), for an lr tuned for AdamW; "frobenius" AdaMuon's own.
+    weight_decay: λ, times lr alone. momentum: β. variant: a key of VARIANTS. eps: ε of its rule.
+    gamma: γ of muon-nsr and muon-nsr-post. power: of muon-vs. beta2: β₂ of normuon and muon2.
+    split: rows are cut into so many equal matrices: 3 for fused queries, keys and values.
     state_dtype: None for fp32, or fp64 for fp64; in bf16 averages with β above 0.996 stall.
     compile: False does without a compiler. DTensors, and batches on a CPU, are never compiled.
 
     With a process group, the default one or process_group, a rank keeps the state of its share of
-    the matrices, updates them and broadcasts them: all ranks end with the same bits. Of 12 like
-    matrices on 8 ranks, ranks 0 to 3 have two each and the others one; a step takes the time of
-    two. Gradients must be the same on all ranks, as under DistributedDataParallel.
-
-    DTensors of any placements keep them, and so does their state: a rank updates what it has of
-    each matrix, which moves only for Newton-Schulz, in ns_dtype, to where it is whole."""
+    the matrices, updates and broadcasts them: all end with the same bits. Of 12 like matrices on
+    8 ranks, ranks 0 to 3 own two each and the others one; a step takes the time of two.
+    Gradients must be the same on all ranks, as under DistributedDataParallel. DTensors, and their
+    state, keep their placements; they move in ns_dtype, for Newton-Schulz alone."""
 
     def __init__(self, params, lr=1e-3, variant="muon-vs", momentum=0.95, weight_decay=0.1,
                  gamma=10.0, power=1.0, beta2=0.95, eps=1e-8, nesterov=True, ns_steps=5,
                  ns_eps=1e-7, ns_dtype=None, ns_coefficients=JORDAN, adjust_lr_fn="original",
                  split=1, state_dtype=None, compile=True, process_group=None):
-        defaults = {name: value for name, value in locals().items()
-                    if name not in ("self", "params", "process_group", "__class__")}
+        defaults = dict(locals())
+        for name in "self", "params", "process_group", "__class__":
+            del defaults[name]
+        ranks = dist.is_initialized()
+        self.rank = dist.get_rank(process_group) if ranks else 0
+        self.world = dist.get_world_size(process_group) if ranks else 1
         self.process_group = process_group
         self.owners = {}  # parameter -> rank, of all but DTensors
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group):
-        """As torch's. Raises ValueError for an unknown name or a vector."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         known = group["variant"] in VARIANTS and group["adjust_lr_fn"] in UPDATE_SCALES
         if not known or any(p.ndim < 2 for p in group["params"]):
             self.param_groups.pop()
-            raise ValueError("expected matrices (vectors are for torch.optim.AdamW), variant of "
-                             f"{', '.join(VARIANTS)}, adjust_lr_fn of {', '.join(UPDATE_SCALES)}")
+            raise ValueError(f"expected matrices (vectors are AdamW's), variant in {[*VARIANTS]}, "
+                             f"adjust_lr_fn in {[*UPDATE_SCALES]}")
+        for p in sorted(group["params"], key=torch.Tensor.numel, reverse=True):
+            if not isinstance(p, DTensor):
+                self.owners[p] = len(self.owners) % self.world
 
     @torch.no_grad()
     def step(self, closure=None):
         """Updates every parameter that has a gradient. Returns closure()'s loss."""
         with torch.enable_grad():
             loss = closure() if closure else None
-        rank, world = self._ranks()
         for group in self.param_groups:
             alike = {}  # parameters of this rank that can be stacked
             for p in group["params"]:
-                if p.grad is not None and self.owners.get(p, rank) == rank:
+                if p.grad is not None and self._is_mine(p):
                     t = int(self._state(group, p)["step"]) + 1
                     layout = (p.device_mesh, p.placements) if isinstance(p, DTensor) else None
                     alike.setdefault((t, p.shape, p.dtype, p.device, layout), []).append(p)
-            for (t, *_, layout), params in alike.items():
-                at_once = max(layout[0].size() if layout else 1, 2**27 // params[0].numel())
-                if params[0].device.type == "cpu" and not layout:
-                    at_once = 1  # calls cost nothing there, and copies do
+            for (t, shape, _, device, layout), params in alike.items():
+                # Stacks save calls, but their copies take memory, and on a CPU time.
+                at_once = 1 if device.type == "cpu" else 2**27 // shape.numel()
+                at_once = max(at_once, layout[0].size() if layout else 1)  # one a rank
                 for i in range(0, len(params), at_once):
                     self._update(group, params[i:i + at_once], t)
-        if world > 1:
-            handles = [dist.broadcast(p, group_src=self.owners[p], group=self.process_group,
-                                      async_op=True) for p in self._params() if p in self.owners]
-            for handle in handles:
-                handle.wait()
+        sent = [dist.broadcast(p, group_src=self.owners[p], group=self.process_group, async_op=True)
+                for p in self._params() if self._has_owner(p)]
+        for broadcast in sent:
+            broadcast.wait()
         return loss
 
     def _update(self, group, params, t):
         """Update number t of parameters that are alike."""
-        device, states = params[0].device.type, [self._state(group, p) for p in params]
+        device = params[0].device.type
+        batch = device == "cpu" and params[0].ndim > 2  # Inductor fails on some of these
+        eager = not group["compile"] or isinstance(params[0], DTensor) or batch
         options = group | {"t": t, "ns_dtype": group["ns_dtype"] or fast_dtype(device)}
-        del options["params"]
-        run = compiled_update() if options.pop("compile") else update
+        for name in "params", "compile":
+            del options[name]
         for name, value in options.items():  # as tensors numbers may change and nothing recompiles
             if isinstance(value, int | float) and name not in ("nesterov", "ns_steps", "split"):
                 options[name] = torch.tensor(value, dtype=torch.float64)
-        if isinstance(params[0], DTensor) or device == "cpu" and params[0].ndim > 2:
-            run = update  # Inductor fails on some batches
         weights, gradients = [p.detach() for p in params], [p.grad for p in params]
+        states = [self._state(group, p) for p in params]
         try:
             with torch.autocast(device, enabled=False):
-                run(weights, gradients, states, **options)
-        except torch._dynamo.exc.TorchDynamoException as error:
-            raise RuntimeError("no compiler works? Muon(..., compile=False) needs none") from error
+                (update if eager else compiled_update())(weights, gradients, states, **options)
+        except (torch._dynamo.exc.TorchDynamoException,
+                torch._dynamo.exc.FailOnRecompileLimitHit) as error:
+            raise RuntimeError("torch.compile failed; try Muon(..., compile=False)") from error
         for state in states:
             state["step"] += 1
 
     def _state(self, group, p):
         """The state of p; what is missing is made, zero."""
         state = self.state[p]
-        if "step" not in state:
-            state["step"] = torch.tensor(0.0)
-        dtype = group["state_dtype"] or torch.promote_types(p.dtype, torch.float32)
+        state.setdefault("step", torch.tensor(0.0))
         for name in VARIANTS[group["variant"]][1:]:
             if name not in state:
-                like = p.detach()[..., :1] if name.startswith("row_") else p.detach()
-                state[name] = torch.zeros_like(like, dtype=dtype)
+                like = upcast(p.detach()[..., :1] if name.startswith("row_") else p.detach())
+                state[name] = torch.zeros_like(like, dtype=group["state_dtype"])
         return state
 
     def _params(self):
         return [p for group in self.param_groups for p in group["params"]]
 
-    def _ranks(self):
-        """Gives new parameters owners, in turn, the largest first. Returns this rank, the world."""
-        rank, world = 0, 1
-        if dist.is_initialized():
-            rank, world = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
-        for p in sorted(self._params(), key=torch.Tensor.numel, reverse=True):
-            if not isinstance(p, DTensor):
-                self.owners.setdefault(p, len(self.owners) % world)
-        return rank, world
+    def _has_owner(self, p):
+        """Else each rank keeps the state of p, or of its part of p."""
+        return self.world > 1 and p in self.owners
+
+    def _is_mine(self, p):
+        return not self._has_owner(p) or self.owners[p] == self.rank
 
     def state_dict(self):
         """As torch's. Raises RuntimeError on one rank of several, which has only its share."""
-        if self.owners and self._ranks()[1] > 1:
+        if any(self._has_owner(p) for p in self.state):
             raise RuntimeError("a rank has its share of the state: call full_state_dict() on all")
         return super().state_dict()
 
     @torch.no_grad()
     def full_state_dict(self):
         """The whole state, on the CPU, to rank 0; {} to the others. All ranks must call it."""
-        (rank, world), result = self._ranks(), super().state_dict()
+        result = super().state_dict()
         for i, p in enumerate(self._params()):
             box = [{name: whole_on_cpu(value) for name, value in self.state.get(p, {}).items()}]
-            if world > 1 and p in self.owners:
+            if self._has_owner(p):
                 dist.broadcast_object_list(box, group_src=self.owners[p], device=p.device,
                                            group=self.process_group)
-            if rank == 0:
+            if self.rank == 0:
                 result["state"][i] = box[0]
-        return result if rank == 0 else {}
+        return result if self.rank == 0 else {}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict):
@@ -328,13 +323,11 @@ class Muon(torch.optim.Optimizer):
             kept = {name: own[name] for name in ("compile", "ns_dtype", "state_dtype")}
             groups.append(own | saved | kept)  # own: for what older files lack
         super().load_state_dict({"state": {}, "param_groups": groups})  # it would cast the state
-        rank, _ = self._ranks()
         for group, saved in zip(self.param_groups, groups):
             for p, i in zip(group["params"], saved["params"]):
-                entry = state_dict["state"].get(i)
-                if entry and self.owners.get(p, rank) == rank:
+                if i in state_dict["state"] and self._is_mine(p):
                     state = self._state(group, p)
-                    for name, value in entry.items():
+                    for name, value in state_dict["state"][i].items():
                         if name == "step":
                             value = torch.as_tensor(value).max()  # older files have (1, 1)
                         if name in state:
@@ -342,7 +335,8 @@ class Muon(torch.optim.Optimizer):
                         state[name] = value
 
     def __getstate__(self):  # for copies and pickles, which in torch have three attributes alone
-        return super().__getstate__() | {"process_group": self.process_group, "owners": {}}
+        own = "process_group", "rank", "world", "owners"
+        return super().__getstate__() | {name: getattr(self, name) for name in own}
 
 def whole_on_cpu(value):
     value = value.full_tensor() if isinstance(value, DTensor) else value

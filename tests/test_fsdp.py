@@ -50,6 +50,7 @@ def _on_groups(rank, function, folder, *args):
         if rank < world:
             dist.init_process_group("gloo", init_method=f"file://{folder}/{world}", rank=rank, world_size=world)
             function(rank, world, folder, *args)
+            dist.barrier()
             dist.destroy_process_group()
     Path(folder, f"done-{rank}").touch()
     while not all(Path(folder, f"done-{r}").exists() for r in range(4)):
