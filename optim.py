@@ -215,7 +215,7 @@ class Muon(torch.optim.Optimizer):
         self.rank = dist.get_rank(process_group) if ranks else 0
         self.world = dist.get_world_size(process_group) if ranks else 1
         self.process_group = process_group
-        self.owners = {}  # parameter -> rank, of all but DTensors
+        self.owners = {}  # parameter -> rank; of DTensors each rank has a part, so they have none
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group):
@@ -227,7 +227,7 @@ class Muon(torch.optim.Optimizer):
             raise ValueError(f"expected matrices (vectors are AdamW's), variant in {[*VARIANTS]}, "
                              f"adjust_lr_fn in {[*UPDATE_SCALES]}")
         for p in sorted(group["params"], key=torch.Tensor.numel, reverse=True):
-            if not isinstance(p, DTensor):
+            if self.world > 1 and not isinstance(p, DTensor):
                 self.owners[p] = len(self.owners) % self.world
 
     @torch.no_grad()
@@ -238,7 +238,7 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             alike = {}  # parameters of this rank that can be stacked
             for p in group["params"]:
-                if p.grad is not None and self._is_mine(p):
+                if p.grad is not None and self.owners.get(p, self.rank) == self.rank:
                     t = int(self._state(group, p)["step"]) + 1
                     layout = (p.device_mesh, p.placements) if isinstance(p, DTensor) else None
                     alike.setdefault((t, p.shape, p.dtype, p.device, layout), []).append(p)
@@ -249,7 +249,7 @@ class Muon(torch.optim.Optimizer):
                 for i in range(0, len(params), at_once):
                     self._update(group, params[i:i + at_once], t)
         sent = [dist.broadcast(p, group_src=self.owners[p], group=self.process_group, async_op=True)
-                for p in self._params() if self._has_owner(p)]
+                for p in self._params() if p in self.owners]
         for broadcast in sent:
             broadcast.wait()
         return loss
@@ -289,16 +289,9 @@ class Muon(torch.optim.Optimizer):
     def _params(self):
         return [p for group in self.param_groups for p in group["params"]]
 
-    def _has_owner(self, p):
-        """Else each rank keeps the state of p, or of its part of p."""
-        return self.world > 1 and p in self.owners
-
-    def _is_mine(self, p):
-        return not self._has_owner(p) or self.owners[p] == self.rank
-
     def state_dict(self):
         """As torch's. Raises RuntimeError on one rank of several, which has only its share."""
-        if any(self._has_owner(p) for p in self.state):
+        if any(p in self.owners for p in self.state):
             raise RuntimeError("a rank has its share of the state: call full_state_dict() on all")
         return super().state_dict()
 
@@ -308,7 +301,7 @@ class Muon(torch.optim.Optimizer):
         result = super().state_dict()
         for i, p in enumerate(self._params()):
             box = [{name: whole_on_cpu(value) for name, value in self.state.get(p, {}).items()}]
-            if self._has_owner(p):
+            if p in self.owners:
                 dist.broadcast_object_list(box, group_src=self.owners[p], device=p.device,
                                            group=self.process_group)
             if self.rank == 0:
@@ -325,7 +318,7 @@ class Muon(torch.optim.Optimizer):
         super().load_state_dict({"state": {}, "param_groups": groups})  # it would cast the state
         for group, saved in zip(self.param_groups, groups):
             for p, i in zip(group["params"], saved["params"]):
-                if i in state_dict["state"] and self._is_mine(p):
+                if i in state_dict["state"] and self.owners.get(p, self.rank) == self.rank:
                     state = self._state(group, p)
                     for name, value in state_dict["state"][i].items():
                         if name == "step":
