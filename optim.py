@@ -263,7 +263,8 @@ class Muon(torch.optim.Optimizer):
         for name in "params", "compile":
             del options[name]
         for name, value in options.items():  # as tensors numbers may change and nothing recompiles
-            if isinstance(value, int | float) and name not in ("nesterov", "ns_steps", "split"):
+            fixed = name in ("nesterov", "ns_steps", "split") or name == "power" and value == 1
+            if isinstance(value, int | float) and not fixed:  # a power of 1 costs nothing so
                 options[name] = torch.tensor(value, dtype=torch.float64)
         weights, gradients = [p.detach() for p in params], [p.grad for p in params]
         states = [self._state(group, p) for p in params]

@@ -505,14 +505,14 @@ def test_compiled_is_eager_and_nothing_that_changes_recompiles(variant):
         warnings.filterwarnings("ignore", ".*Online softmax|.*deprecated", UserWarning)
         for compile in (False, True):
             params = parameters((24, 16), (16, 24))
-            opt = Muon(params, lr=0.02, variant=variant, compile=compile, ns_dtype=torch.float32)
+            opt = Muon(params, lr=0.02, variant=variant, power=0.9, compile=compile, ns_dtype=torch.float32)
             before = graphs()
             for step in range(8):
                 run(opt, params, 1, start=step)
                 if step == 0:
                     warm = graphs()
                 opt.param_groups[0].update(lr=np.float64(0.02 - 0.001 * step), weight_decay=0.1 + 0.01 * step,
-                                           gamma=10.0 + step, power=1 - 0.1 * step,
+                                           gamma=10.0 + step, power=0.9 - 0.1 * step,
                                            momentum=0.9 + 0.005 * step, beta2=0.9 + 0.005 * step)
             assert graphs() == warm == before + 2 * compile, "a graph for each shape"
             results.append(params)
