@@ -9,7 +9,7 @@ Trains a GPT-2 (pre-norm, RoPE, no biases, untied head) with Muon-VS, or with an
 Every hyperparameter is a global below: edit it where no preset sets it, or pass --name=value. The last line is "final
 val_loss:...". Shapes: B sequences of a micro-batch, T tokens, D width, H heads, K head width, V vocabulary, N = B T.
 """
-import argparse, copy, functools, importlib.util, math, os, re, resource, shutil, signal, sys, time, zipfile
+import argparse, copy, datetime, functools, importlib.util, math, os, re, resource, shutil, signal, sys, time, zipfile
 from collections import Counter
 from pathlib import Path
 
@@ -121,8 +121,12 @@ def configure(argv: list[str]) -> None:
                             default=argparse.SUPPRESS)
     flags = vars(parser.parse_args(argv))
     wants_help = flags.pop("help")
+    edited = {name: globals()[name] for name in GLOBALS}
     globals().update(PRESETS[flags.get("preset", preset)] | ({"val_dataset": ""} if "dataset" in flags else {}) | flags)
     globals().update(PRESETS.get(f"{preset}/{optimizer}", {}) | flags)
+    preset_sets = [f"--{name}={globals()[name]}" for name in GLOBALS if globals()[name] != flags.get(name, edited[name])]
+    if preset_sets and rank == 0 and not wants_help:
+        print("set by PRESETS:", *preset_sets, file=sys.stderr)
     if wants_help:
         comments = dict(re.findall(r"^(\w+) = .*?# (.+)$", SOURCES[0], re.M))
         lines = (f"--{name}={globals()[name]!r}".ljust(34) + comments.get(name, "") for name in GLOBALS)
@@ -450,10 +454,11 @@ def init_ranks() -> None:
         dtype = "bfloat16" if param_dtype == "bfloat16" or optim.fast_dtype(device) == torch.bfloat16 else "float32"
     if world > 1:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
+        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", world))))
         store = next(dist.rendezvous("env://"))[0]  # torchrun's, which outlives a restart, with dead ranks' keys:
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", ""), store)  # pytorch issue 135712
-        dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=world)
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=world,
+                                timeout=datetime.timedelta(hours=4))  # for what one rank does while others wait: saving
 
 def build_model(vocab: int) -> Model:
     torch.manual_seed(seed)

@@ -13,7 +13,7 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common import checkpoint, on_ranks, train, write_tiny
@@ -99,6 +99,15 @@ def sharded_is_whole(rank, world, folder):
                     torch.testing.assert_close(saved["state"][i][buffer], entry[buffer], rtol=1e-4, atol=1e-6)
         params, _ = steps(FEW, on(mesh, placements), n=2, split=2, shapes=EVEN)
         torch.testing.assert_close([p.full_tensor() for p in params], alone["split"], rtol=1e-5, atol=1e-6, msg=name)
+
+    p, q = parameters((8, 16)) + parameters((8, 16))  # a gradient that is the sum of what the ranks have
+    line = init_device_mesh("cpu", (world,))
+    part = nn.Parameter(on(line, [Replicate()])(p.detach()))
+    set_gradients([q], 0)
+    part.grad = DTensor.from_local(q.grad / world, line, [Partial()])
+    for opt in Muon([part], lr=0.1, ns_dtype=torch.float32), Muon([q], lr=0.1, ns_dtype=torch.float32, compile=False):
+        opt.step()
+    torch.testing.assert_close(part.full_tensor(), q, rtol=1e-4, atol=1e-6)
 
 def test_sharded_is_whole(tmp_path):
     (rows, _), (few, opt) = steps(KINDS), steps(FEW)

@@ -68,6 +68,9 @@ def test_initial_weights_and_every_parameter_in_one_group():
     for name, p in model.named_parameters():
         deviation = 0.005 if name.endswith(("proj.weight", "down.weight")) else 0.02
         assert p.std().item() == pytest.approx(deviation, rel=0.03) if name in linear else p.eq(1).all(), name
+    t.qkv_split = 3
+    fused, rest = t.build_optimizers(model)[0].param_groups
+    assert fused["split"] == 3 and {p.shape for p in fused["params"]} == {(768, 256)} and rest["split"] == 1
     for t.optimizer in "adamw", *VARIANTS:
         optimizers = t.build_optimizers(model)
         placed = [p for opt in optimizers for group in opt.param_groups for p in group["params"]]
@@ -397,6 +400,11 @@ def test_presets_flags_and_their_order():
         t = fresh(PRESETS=presets, CHOICES={})
         t.configure(["--preset=big", *words])
         assert (t.n_layer, t.gamma, t.val_dataset) == expected
+
+def test_what_a_preset_sets_over_an_edited_global_is_said(capsys):
+    t = fresh(learning_rate=0.1, PRESETS={"demo": {}, "demo/adamw": dict(learning_rate=3e-3, adam_lr=3e-3)})
+    t.configure(["--optimizer=adamw", "--adam_lr=0.5"])
+    assert capsys.readouterr().err == "set by PRESETS: --learning_rate=0.003\n" and t.adam_lr == 0.5
 
 MUON = """
 import test_optim as t
