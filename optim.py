@@ -265,7 +265,7 @@ class Muon(torch.optim.Optimizer):
         for name, value in options.items():  # as tensors numbers may change and nothing recompiles
             fixed = name in ("nesterov", "ns_steps", "split") or name == "power" and value == 1
             if isinstance(value, int | float) and not fixed:  # a power of 1 costs nothing so
-                options[name] = torch.tensor(value, dtype=torch.float64)
+                options[name] = torch.tensor(value, dtype=torch.float64, device="cpu")
         weights, gradients = [p.detach() for p in params], [p.grad for p in params]
         states = [self._state(group, p) for p in params]
         try:
@@ -280,7 +280,7 @@ class Muon(torch.optim.Optimizer):
     def _state(self, group, p):
         """The state of p; what is missing is made, zero."""
         state = self.state[p]
-        state.setdefault("step", torch.tensor(0.0))
+        state.setdefault("step", torch.tensor(0.0, device="cpu"))
         for name in VARIANTS[group["variant"]][1:]:
             if name not in state:
                 like = upcast(p.detach()[..., :1] if name.startswith("row_") else p.detach())
