@@ -307,7 +307,7 @@ def test_batches_as_on_a_gpu(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_split_is_matrices_of_their_own(variant):
-    """Rows cut in three take the steps of three parameters, with each scale; also where the matrices come in batches."""
+    """Rows cut in three take the steps of three parameters, with each scale; in batches of matrices too."""
     for scale, shape in itertools.product(optim.UPDATE_SCALES, [(24, 16), (24, 4), (2, 24, 16)]):
         fused, = parameters(shape)
         parts = [torch.nn.Parameter(part.detach().clone()) for part in fused.chunk(3, -2)]

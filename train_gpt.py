@@ -124,9 +124,9 @@ def configure(argv: list[str]) -> None:
     edited = {name: globals()[name] for name in GLOBALS}
     globals().update(PRESETS[flags.get("preset", preset)] | ({"val_dataset": ""} if "dataset" in flags else {}) | flags)
     globals().update(PRESETS.get(f"{preset}/{optimizer}", {}) | flags)
-    preset_sets = [f"--{name}={globals()[name]}" for name in GLOBALS if globals()[name] != flags.get(name, edited[name])]
-    if preset_sets and rank == 0 and not wants_help:
-        print("set by PRESETS:", *preset_sets, file=sys.stderr)
+    by_preset = [name for name in GLOBALS if globals()[name] != flags.get(name, edited[name])]
+    if by_preset and rank == 0 and not wants_help:
+        print("set by PRESETS:", *(f"--{name}={globals()[name]}" for name in by_preset), file=sys.stderr)
     if wants_help:
         comments = dict(re.findall(r"^(\w+) = .*?# (.+)$", SOURCES[0], re.M))
         lines = (f"--{name}={globals()[name]!r}".ljust(34) + comments.get(name, "") for name in GLOBALS)

@@ -11,6 +11,9 @@ import math, re, signal, subprocess, sys, threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+sys.path.insert(0, "tools")
+import sweep
+
 MODEL = "--n_layer=2 --n_embd=128 --n_head=2 --block_size=128 --val_tokens=131072 --log_interval=100 --dtype=float32"
 RATES = [0.0003, 0.00043, 0.0006, 0.0009, 0.0012, 0.0018, 0.0025, 0.0035, 0.005, 0.007, 0.01, 0.014, 0.02, 0.028, 0.04]
 children, stopped = set(), threading.Event()
@@ -20,10 +23,8 @@ def loss(settings: str) -> float:
     if stopped.is_set():
         raise SystemExit
     command = [sys.executable, "tools/sweep.py", "train_gpt.py", *settings.split()]
-    names = subprocess.run([sys.executable, "-c", "import sys; sys.path.insert(0, 'tools'); import sweep; from pathlib "
-                            "import Path; print(*sweep.grid(Path('train_gpt.py'), sweep.parse(sys.argv[1:], sys.exit)))",
-                            *settings.split()], capture_output=True, text=True, check=True).stdout
-    log = Path("logs", f"{names.strip()}.txt")
+    name, = sweep.grid(Path("train_gpt.py"), sweep.parse(settings.split(), sys.exit))
+    log = Path("logs", f"{name}.txt")
     found = re.findall(r"^final val_loss:(\S+)", log.read_text() if log.exists() else "", re.M)
     if not found:
         child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -40,7 +41,9 @@ def rule(power: float) -> str:
     return "--optimizer=muon" if power == 0 else f"--optimizer=muon-vs --power={power:g}"
 
 def run(cell: str, power: float, rates: tuple[int, float], seed: int) -> float:
-    return loss(f"{MODEL} {cell} {rule(power)} --adam_lr={rates[1]:g} --learning_rate={RATES[rates[0]]:g} --seed={seed}")
+    """rates: index of learning_rate in RATES, adam_lr."""
+    learning_rate, adam_lr = RATES[rates[0]], rates[1]
+    return loss(f"{MODEL} {cell} {rule(power)} --adam_lr={adam_lr:g} --learning_rate={learning_rate:g} --seed={seed}")
 
 def tuned(cell: str, power: float, start: tuple[float, float]) -> tuple[int, float]:
     """The best rates on seed 101: (index of learning_rate, adam_lr)."""
