@@ -124,9 +124,8 @@ def configure(argv: list[str]) -> None:
     edited = {name: globals()[name] for name in GLOBALS}
     globals().update(PRESETS[flags.get("preset", preset)] | ({"val_dataset": ""} if "dataset" in flags else {}) | flags)
     globals().update(PRESETS.get(f"{preset}/{optimizer}", {}) | flags)
-    by_preset = [name for name in GLOBALS if globals()[name] != flags.get(name, edited[name])]
-    if by_preset and rank == 0 and not wants_help:
-        print("set by PRESETS:", *(f"--{name}={globals()[name]}" for name in by_preset), file=sys.stderr)
+    by_preset = [f"--{name}={globals()[name]}" for name in GLOBALS
+                 if name not in flags and globals()[name] != edited[name]]
     if wants_help:
         comments = dict(re.findall(r"^(\w+) = .*?# (.+)$", SOURCES[0], re.M))
         lines = (f"--{name}={globals()[name]!r}".ljust(34) + comments.get(name, "") for name in GLOBALS)
@@ -142,6 +141,8 @@ def configure(argv: list[str]) -> None:
     micro_batch_size = micro_batch_size or max(1, batch_size // world)
     if batch_size % (micro_batch_size * world):
         parser.error(f"--batch_size={batch_size}: no multiple of --micro_batch_size={micro_batch_size} x {world} ranks")
+    if by_preset and rank == 0:
+        print("set by PRESETS:", *by_preset, file=sys.stderr)
 
 def boolean(text: str) -> bool:
     return ["false", "true"].index(text.lower()) == 1
