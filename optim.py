@@ -1,11 +1,11 @@
 """
 Muon-NSR and Muon-VS of the paper "Variance-Adaptive Muon", and the Muons it compares them with.
-One file, to import or to copy; it needs only torch.
+One file, which needs only torch.
 
     muon = Muon(matrices, lr=6e-4, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     adamw = torch.optim.AdamW(embeddings_head_and_vectors, lr=6e-4, weight_decay=0.1)
 
-Numbered lines and symbols are those of the paper's Algorithm 1: W weights, G gradient, M momentum,
+Lines and symbols are those of the paper's Algorithm 1: W weights, G gradient, M momentum,
 Γ variance, O orthogonalised; _hat bias-corrected, _tilde with Nesterov's lookahead.
 """
 import functools
@@ -14,28 +14,27 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-# ---- Newton-Schulz -------------------------------------------------------------------------------
+# ---- Newton-Schulz ----
 
 JORDAN = (3.4445, -4.7750, 2.0315)  # steep at 0, for which singular values end only near 1
 
 @torch.no_grad()
 def newton_schulz(G, steps=5, eps=1e-7, dtype=None, coefficients=JORDAN, split=1):
-    """Approximates the polar factor UVᵀ of G = USVᵀ, (..., m, n). Returns it in dtype.
+    """Approximates the polar factor UVᵀ of G = USVᵀ, (..., m, n); a DTensor is (k, ..., m, n).
 
-    dtype: None for fast_dtype; G is normalised in fp32, or fp64, before. coefficients: (a, b, c),
-    or such a triple for each step, the last for all further ones. split: the rows are so many
-    matrices, one above the other. A DTensor must be (k, ..., m, n)."""
+    dtype: of products and result; None for fast_dtype. coefficients: (a, b, c), or one such triple
+    a step, the last for all further ones. split: rows are cut into so many matrices."""
     G = upcast(G)
     X = (G / (norm(G, split) + eps)).to(dtype or fast_dtype(G.device.type))
     if not isinstance(X, DTensor):
         return iterate(X, steps, coefficients, split)
 
     # Products need whole matrices. Ranks that have parts exchange them for some of the k.
-    whole = X.placements
-    if any(not place.is_replicate() and place.dim >= X.ndim - 2 for place in whole):
-        whole = [Shard(0)] * X.device_mesh.ndim
-    O = iterate(X.redistribute(placements=whole).to_local(), steps, coefficients, split)
-    O = DTensor.from_local(O, X.device_mesh, whole, shape=X.shape, stride=X.stride())
+    places = whole(X)
+    if places != X.placements:
+        places = (Shard(0),) * len(places)
+    O = iterate(X.redistribute(placements=places).to_local(), steps, coefficients, split)
+    O = DTensor.from_local(O, X.device_mesh, places, shape=X.shape, stride=X.stride())
     return O.redistribute(placements=X.placements)
 
 def iterate(X, steps, coefficients, split):
@@ -54,14 +53,17 @@ def iterate(X, steps, coefficients, split):
     return (X.mT if tall else X).reshape(shape)
 
 def norm(X, split=1):
-    """The Frobenius norm of the matrix, one of `split`, that a row belongs to: (..., m, 1)."""
+    """For each row the Frobenius norm of its matrix, one of `split`: (..., m, 1)."""
     rows = X.square().sum(-1)
-    if isinstance(X, DTensor):  # whose rows' sums are small to send
-        rows = rows.redistribute(placements=[
-            place if place.is_shard() and place.dim < X.ndim - 2 else Replicate()
-            for place in rows.placements])
+    if isinstance(X, DTensor):
+        rows = rows.redistribute(placements=whole(X))
     norms = rows.unflatten(-1, (split, -1)).sum(-1).sqrt()
     return norms.repeat_interleave(X.size(-2) // split, -1).unsqueeze(-1)
+
+def whole(X):
+    """X's placements, but with all of a matrix (m, n) on each rank."""
+    return tuple(place if place.is_shard() and place.dim < X.ndim - 2 else Replicate()
+                 for place in X.placements)
 
 def upcast(t):
     """t in the precision that rules compute in: fp32, or fp64 for fp64."""
@@ -70,29 +72,30 @@ def upcast(t):
 @functools.cache
 def fast_dtype(device):
     """bf16 where products are faster in it: Ampere or newer, AMX, AMD's AVX512-BF16; else fp32."""
-    cpu = torch.cpu.get_capabilities()
-    fast = cpu.get("amx_bf16") or cpu.get("avx512_bf16") and "AMD" in cpu["cpu_name"]
     if device == "cuda":
         fast = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        cpu = torch.cpu.get_capabilities()
+        fast = cpu.get("amx_bf16") or cpu.get("avx512_bf16") and "AMD" in cpu["cpu_name"]
     return torch.bfloat16 if fast else torch.float32
 
-# ---- The variants --------------------------------------------------------------------------------
+# ---- The variants ----
 # rule(G, S, ns, options it uses) -> (O, new state). G, O and the buffers of the state S are
 # (..., m, n); ns is Newton-Schulz. A new option is an argument of Muon.
 
 def momentum_sum(G, S, beta, nesterov):
-    """Returns M̃ and the new state. Muon's momentum is a sum, that of Algorithm 1 an average."""
+    """M̃ and the new state. Muon's momentum is a sum, that of Algorithm 1 an average."""
     M = beta * S["momentum"] + G
     return G + beta * M if nesterov else M, {"momentum": M}
 
 def averages(G, S, t, beta, nesterov):
-    """Returns M̃, Γ̂ and the new state."""
+    """M̃, Γ̂ and the new state."""
     M_old = S["momentum"]
-    M = beta * M_old + (1 - beta) * G                                        # line 4
-    variance = beta * S["variance"] + beta * (1 - beta) * (M_old - G) ** 2   # line 5
-    M_hat = M / (1 - beta**t)                                                # line 6
+    M = beta * M_old + (1 - beta) * G  # line 4
+    variance = beta * S["variance"] + beta * (1 - beta) * (M_old - G) ** 2  # line 5
+    M_hat = M / (1 - beta**t)  # line 6
     variance_hat = variance / (1 - beta**t)
-    M_tilde = G + beta / (1 - beta) * M_hat if nesterov else M_hat           # line 7
+    M_tilde = G + beta / (1 - beta) * M_hat if nesterov else M_hat  # line 7
     return M_tilde, variance_hat, {"momentum": M, "variance": variance}
 
 def muon(G, S, ns, momentum, nesterov, **_):
@@ -106,9 +109,9 @@ def muon_nsr(G, S, ns, t, momentum, nesterov, gamma, eps, **_):
     return ns(M_tilde / ((M_tilde**2 + gamma * variance).sqrt() + eps)), S_new  # lines 9 and 13
 
 def muon_vs(G, S, ns, t, momentum, nesterov, power, eps, **_):
-    """Muon-VS: Algorithm 1 with τ = VS, where power is 1. With 0 it is Muon, between less of it."""
+    """Muon-VS: Algorithm 1 with τ = VS, where power is 1; with a power of 0 it is Muon."""
     M_tilde, variance, S_new = averages(G, S, t, momentum, nesterov)
-    return ns(M_tilde / (variance.sqrt() + eps) ** power), S_new             # lines 11 and 13
+    return ns(M_tilde / (variance.sqrt() + eps) ** power), S_new  # lines 11 and 13
 
 def muon_nsr_post(G, S, ns, t, momentum, nesterov, gamma, eps, **_):
     """Muon-NSR-Reshuffled, the paper's Algorithm 2: Muon-NSR's gate behind Newton-Schulz."""
@@ -159,13 +162,10 @@ def update(weights, gradients, states, variant, lr, weight_decay, adjust_lr_fn, 
     W = upcast(torch.stack(weights))  # (k, ..., m, n)
     G = placed_like(upcast(torch.stack(gradients)), W)
     S = {name: upcast(torch.stack([state[name] for state in states])) for name in buffers}
-
-    def ns(X):
-        return upcast(newton_schulz(X, ns_steps, ns_eps, ns_dtype, ns_coefficients, split))
-
+    ns = lambda X: upcast(newton_schulz(X, ns_steps, ns_eps, ns_dtype, ns_coefficients, split))
     O, S_new = rule(G, S, ns, split=split, **options)
     scale = UPDATE_SCALES[adjust_lr_fn](O, O.size(-2) // split, O.size(-1), split)
-    W_new = W * (1 - lr * weight_decay) - lr * scale * O                     # line 14
+    W_new = W * (1 - lr * weight_decay) - lr * scale * O  # line 14
     for i, state in enumerate(states):
         weights[i].copy_(placed_like(W_new[i], weights[i]))
         for name in buffers:
@@ -181,41 +181,34 @@ def placed_like(value, other):
 
 @functools.cache
 def compiled_update():
-    torch._dynamo.config.recompile_limit = max(256, torch._dynamo.config.recompile_limit)
-    return torch.compile(update, fullgraph=True, dynamic=False)  # one graph a shape
+    return torch.compile(update, fullgraph=True, dynamic=False, recompile_limit=256)
 
-# ---- The optimizer -------------------------------------------------------------------------------
+# ---- The optimizer ----
 
 class Muon(torch.optim.Optimizer):
-    """Muon and its variants for the matrices inside a network, (m, n) or batches (..., m, n).
+    """Muon and its variants, for the matrices inside a network, (m, n) or batches (..., m, n).
     Embeddings, output head and vectors are for torch.optim.AdamW.
 
-    lr: η, times s, which adjust_lr_fn names as torch.optim.Muon does: "original" √max(1, m/n);
-        "match_rms_adamw" 0.2 √max(m, n), for an lr tuned for AdamW; "frobenius" AdaMuon's own.
-    weight_decay: λ, times lr alone. momentum: β. variant: a key of VARIANTS. eps: ε of its rule.
-    gamma: γ of muon-nsr and muon-nsr-post. power: of muon-vs. beta2: β₂ of normuon and muon2.
+    lr: η. adjust_lr_fn: its factor s, as in torch.optim.Muon. weight_decay: λ, times lr alone.
+    momentum, gamma, beta2, eps: β, γ, β₂ and ε of the rule that variant names.
     split: rows are cut into so many equal matrices: 3 for fused queries, keys and values.
     state_dtype: None for fp32, or fp64 for fp64; in bf16 averages with β above 0.996 stall.
-    compile: False does without a compiler. DTensors, and batches on a CPU, are never compiled.
+    compile: False does without a compiler, as DTensors and batches on a CPU always do.
 
-    With a process group, the default one or process_group, a rank keeps the state of its share of
-    the matrices, updates and broadcasts them: all end with the same bits. Of 12 like matrices on
-    8 ranks, ranks 0 to 3 own two each and the others one; a step takes the time of two.
-    Gradients must be the same on all ranks, as under DistributedDataParallel. DTensors, and their
-    state, keep their placements; they move in ns_dtype, for Newton-Schulz alone."""
+    The ranks of process_group, None for all, must have the same gradients. Each keeps the state of
+    its share of the matrices, updates and broadcasts them: all end with the same bits. Of 12 like
+    matrices on 8 ranks, ranks 0 to 3 own two each, the others one; a step takes the time of two.
+    DTensors, and their state, stay as placed; they move in ns_dtype, for Newton-Schulz alone."""
 
     def __init__(self, params, lr=1e-3, variant="muon-vs", momentum=0.95, weight_decay=0.1,
                  gamma=10.0, power=1.0, beta2=0.95, eps=1e-8, nesterov=True, ns_steps=5,
                  ns_eps=1e-7, ns_dtype=None, ns_coefficients=JORDAN, adjust_lr_fn="original",
                  split=1, state_dtype=None, compile=True, process_group=None):
         defaults = dict(locals())
-        for name in "self", "params", "process_group", "__class__":
-            del defaults[name]
-        ranks = dist.is_initialized()
-        self.rank = dist.get_rank(process_group) if ranks else 0
-        self.world = dist.get_world_size(process_group) if ranks else 1
+        del defaults["self"], defaults["params"], defaults["process_group"], defaults["__class__"]
         self.process_group = process_group
-        self.owners = {}  # parameter -> rank; of DTensors each rank has a part, so they have none
+        self.rank = dist.get_rank(process_group) if dist.is_initialized() else 0
+        self.owners = {}  # parameter -> rank; none for DTensors, of which each rank has a part
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group):
@@ -224,11 +217,12 @@ class Muon(torch.optim.Optimizer):
         known = group["variant"] in VARIANTS and group["adjust_lr_fn"] in UPDATE_SCALES
         if not known or any(p.ndim < 2 for p in group["params"]):
             self.param_groups.pop()
-            raise ValueError(f"expected matrices (vectors are AdamW's), variant in {[*VARIANTS]}, "
-                             f"adjust_lr_fn in {[*UPDATE_SCALES]}")
-        for p in sorted(group["params"], key=torch.Tensor.numel, reverse=True):
-            if self.world > 1 and not isinstance(p, DTensor):
-                self.owners[p] = len(self.owners) % self.world
+            names = *VARIANTS, *UPDATE_SCALES
+            raise ValueError(f"expected matrices (vectors are AdamW's) and names of {names}")
+        ranks = dist.get_world_size(self.process_group) if dist.is_initialized() else 1
+        for p in sorted(group["params"], key=lambda p: -p.numel()):
+            if ranks > 1 and not isinstance(p, DTensor):
+                self.owners[p] = len(self.owners) % ranks
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -236,43 +230,44 @@ class Muon(torch.optim.Optimizer):
         with torch.enable_grad():
             loss = closure() if closure else None
         for group in self.param_groups:
-            alike = {}  # parameters of this rank that can be stacked
+            alike = {}  # this rank's parameters, in lists of those that can be stacked
             for p in group["params"]:
                 if p.grad is not None and self.owners.get(p, self.rank) == self.rank:
-                    t = int(self._state(group, p)["step"]) + 1
+                    step = int(self._state(group, p)["step"])
                     layout = (p.device_mesh, p.placements) if isinstance(p, DTensor) else None
-                    alike.setdefault((t, p.shape, p.dtype, p.device, layout), []).append(p)
-            for (t, shape, _, device, layout), params in alike.items():
+                    alike.setdefault((step, p.shape, p.dtype, p.device, layout), []).append(p)
+            for (_, shape, _, device, layout), params in alike.items():
                 # Stacks save calls, but their copies take memory, and on a CPU time.
                 at_once = 1 if device.type == "cpu" else 2**27 // shape.numel()
                 at_once = max(at_once, layout[0].size() if layout else 1)  # one a rank
                 for i in range(0, len(params), at_once):
-                    self._update(group, params[i:i + at_once], t)
+                    self._update(group, params[i:i + at_once])
         sent = [dist.broadcast(p, group_src=self.owners[p], group=self.process_group, async_op=True)
-                for p in self._params() if p in self.owners]
+                for group in self.param_groups for p in group["params"] if p in self.owners]
         for broadcast in sent:
             broadcast.wait()
         return loss
 
-    def _update(self, group, params, t):
-        """Update number t of parameters that are alike."""
+    def _update(self, group, params):
+        """Updates parameters that are alike."""
         device = params[0].device.type
         batch = device == "cpu" and params[0].ndim > 2  # Inductor fails on some of these
         eager = not group["compile"] or isinstance(params[0], DTensor) or batch
-        options = group | {"t": t, "ns_dtype": group["ns_dtype"] or fast_dtype(device)}
-        for name in "params", "compile":
-            del options[name]
-        for name, value in options.items():  # as tensors numbers may change and nothing recompiles
-            fixed = name in ("nesterov", "ns_steps", "split") or name == "power" and value == 1
-            if isinstance(value, int | float) and not fixed:  # a power of 1 costs nothing so
+        states = [self._state(group, p) for p in params]
+        options = group | {"t": int(states[0]["step"]) + 1}
+        options["ns_dtype"] = group["ns_dtype"] or fast_dtype(device)
+        del options["params"], options["compile"]
+        for name, value in options.items():
+            # Tensors can change without recompiling. As a constant, a power of 1 costs nothing.
+            constant = name in ("nesterov", "ns_steps", "split") or (name, value) == ("power", 1)
+            if isinstance(value, int | float) and not constant:
                 options[name] = torch.tensor(value, dtype=torch.float64, device="cpu")
         weights, gradients = [p.detach() for p in params], [p.grad for p in params]
-        states = [self._state(group, p) for p in params]
+        run = update if eager else compiled_update()
         try:
             with torch.autocast(device, enabled=False):
-                (update if eager else compiled_update())(weights, gradients, states, **options)
-        except (torch._dynamo.exc.TorchDynamoException,
-                torch._dynamo.exc.FailOnRecompileLimitHit) as error:
+                run(weights, gradients, states, **options)
+        except torch._dynamo.exc.TorchDynamoException as error:
             raise RuntimeError("torch.compile failed; try Muon(..., compile=False)") from error
         for state in states:
             state["step"] += 1
@@ -287,12 +282,9 @@ class Muon(torch.optim.Optimizer):
                 state[name] = torch.zeros_like(like, dtype=group["state_dtype"])
         return state
 
-    def _params(self):
-        return [p for group in self.param_groups for p in group["params"]]
-
     def state_dict(self):
-        """As torch's. Raises RuntimeError on one rank of several, which has only its share."""
-        if any(p in self.owners for p in self.state):
+        """As torch's. RuntimeError on one rank of several, which has only its share."""
+        if self.owners.keys() & self.state.keys():
             raise RuntimeError("a rank has its share of the state: call full_state_dict() on all")
         return super().state_dict()
 
@@ -300,7 +292,7 @@ class Muon(torch.optim.Optimizer):
     def full_state_dict(self):
         """The whole state, on the CPU, to rank 0; {} to the others. All ranks must call it."""
         result = super().state_dict()
-        for i, p in enumerate(self._params()):
+        for i, p in enumerate(p for group in self.param_groups for p in group["params"]):
             box = [{name: whole_on_cpu(value) for name, value in self.state.get(p, {}).items()}]
             if p in self.owners:
                 dist.broadcast_object_list(box, group_src=self.owners[p], device=p.device,
@@ -312,10 +304,9 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict):
         """Takes the options, but for dtypes and compile, and this rank's part of a whole state."""
-        groups = []
-        for own, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            kept = {name: own[name] for name in ("compile", "ns_dtype", "state_dtype")}
-            groups.append(own | saved | kept)  # own: for what older files lack
+        kept = "compile", "ns_dtype", "state_dtype"
+        groups = [own | saved | {name: own[name] for name in kept}  # older files lack some options
+                  for own, saved in zip(self.param_groups, state_dict["param_groups"], strict=True)]
         super().load_state_dict({"state": {}, "param_groups": groups})  # it would cast the state
         for group, saved in zip(self.param_groups, groups):
             for p, i in zip(group["params"], saved["params"]):
@@ -323,14 +314,14 @@ class Muon(torch.optim.Optimizer):
                     state = self._state(group, p)
                     for name, value in state_dict["state"][i].items():
                         if name == "step":
-                            value = torch.as_tensor(value).max()  # older files have (1, 1)
+                            value = value.max()  # older files have (1, 1)
                         if name in state:
                             value = state[name].copy_(placed_like(value, state[name]))
                         state[name] = value
 
-    def __getstate__(self):  # for copies and pickles, which in torch have three attributes alone
-        own = "process_group", "rank", "world", "owners"
-        return super().__getstate__() | {name: getattr(self, name) for name in own}
+    def __getstate__(self):  # torch's copies and pickles have its own three attributes alone
+        ours = dict(process_group=self.process_group, rank=self.rank, owners=self.owners)
+        return super().__getstate__() | ours
 
 def whole_on_cpu(value):
     value = value.full_tensor() if isinstance(value, DTensor) else value

@@ -188,14 +188,17 @@ def test_constant_gradient_leaves_the_variance_of_the_warm_up():
 
 @pytest.mark.parametrize("adjust_lr_fn", ["original", "frobenius"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_zero_gradient_gives_a_zero_update(variant, adjust_lr_fn):
-    p, = parameters((16, 8))
-    before = p.detach().clone()
-    opt = Muon([p], lr=0.1, variant=variant, weight_decay=0.0, adjust_lr_fn=adjust_lr_fn, compile=False)
-    for _ in range(3):
-        p.grad = torch.zeros_like(p)
-        opt.step()
-    assert torch.equal(p, before)
+def test_zero_and_large_gradients(variant, adjust_lr_fn):
+    """Zero gives a zero update. With 1e-12 and 1e12, where squares come near fp32's ends, updates stay of their size."""
+    for size in 0, 1e-12, 1e12:
+        p, = parameters((16, 40))
+        before = p.detach().clone()
+        opt = Muon([p], lr=0.01, variant=variant, weight_decay=0.0, adjust_lr_fn=adjust_lr_fn, compile=False)
+        for step in range(3):
+            set_gradients([p], step)
+            p.grad *= size
+            opt.step()
+        assert p.isfinite().all() and p.norm() < 10 and torch.equal(p, before) == (size == 0), size
 
 @pytest.mark.parametrize("variant", ["muon", "muon-nsr", "muon-vs", "muon2", "muon-nsr-post"])
 def test_with_the_exact_polar_factor_all_singular_values_are_s(variant, monkeypatch):
@@ -300,7 +303,7 @@ def test_batches_as_on_a_gpu(variant):
             for step in range(6):
                 set_gradients(params, step)
                 for i in range(0, 3, k):
-                    opt._update(opt.param_groups[0], params[i:i + k], step + 1)
+                    opt._update(opt.param_groups[0], params[i:i + k])
             results.append(params)
         for one, many in zip(*results):
             torch.testing.assert_close(one, many, rtol=1e-5, atol=1e-6)
@@ -355,37 +358,50 @@ def test_states_of_older_files_and_other_models():
     with pytest.raises(RuntimeError):
         Muon(parameters((8, 16), (3, 8, 16))).load_state_dict(opt.state_dict())
 
-def test_the_state_and_the_groups_are_the_only_truth():
-    """Edits between steps count: moments reset, options changed, a parameter replaced, keys of others in the state."""
-    params = parameters((16, 8), (16, 8))
-    opt = Muon(params, lr=0.02, compile=False)
-    run(opt, params, 5)
+def trained(steps=3):
+    params = parameters((16, 8), (8, 16))
+    opt = Muon(params, lr=0.02, ns_dtype=torch.float32, compile=False)
+    run(opt, params, steps)
+    return opt, params
+
+def test_edits_of_state_and_options_count():
+    opt, params = trained()
     fresh = [torch.nn.Parameter(p.detach().clone()) for p in params]
     opt.state.clear()
-    assert all(map(torch.equal, run(opt, params, 3), run(Muon(fresh, lr=0.02, compile=False), fresh, 3)))
-    opt.state[params[0]]["slow_copy"] = params[0].detach().clone()  # as wrappers do
+    after = run(Muon(fresh, lr=0.02, ns_dtype=torch.float32, compile=False), fresh, 3)
+    assert all(map(torch.equal, run(opt, params, 3), after))
     for buffer in opt.state[params[1]].values():
         buffer.zero_()
     opt.param_groups[0]["variant"] = "normuon"
     run(opt, params, 1)
-    assert {"slow_copy", "row_moment"} < set(opt.state[params[0]]) and opt.state[params[1]]["step"] == 1
-    assert set(opt.full_state_dict()["state"][0]) >= {"slow_copy", "step", "momentum"}
-    pruned = torch.nn.Parameter(params[0].detach()[:8].clone())
-    opt.param_groups[0]["params"][0] = pruned
-    before = [pruned.detach().clone(), params[0].detach().clone()]
-    run(opt, [pruned, params[1]], 1)
-    assert not torch.equal(pruned, before[0]) and torch.equal(params[0], before[1])
-    assert opt.state[pruned]["momentum"].shape == (8, 8)
+    assert "row_moment" in opt.state[params[0]] and opt.state[params[1]]["step"] == 1
 
-def test_copies_pickles_and_autocast():
-    params = parameters((16, 8), (8, 16))
-    opt = Muon(params, lr=0.02, ns_dtype=torch.float32, compile=False)
-    run(opt, params, 3)
-    twins = [copy.deepcopy((opt, params)), pickle.loads(pickle.dumps((opt, params)))]
-    after = run(opt, params, 2, start=3)
-    for twin, copies in twins:
-        with torch.autocast("cpu", torch.bfloat16):
-            assert all(map(torch.equal, run(twin, copies, 2, start=3), after))
+def test_keys_of_others_in_the_state_stay():
+    opt, params = trained()
+    opt.state[params[0]]["slow_copy"] = params[0].detach().clone()  # as wrappers do
+    run(opt, params, 1)
+    saved = opt.full_state_dict()
+    opt.load_state_dict(saved)
+    assert set(opt.state[params[0]]) == set(saved["state"][0]) == {"slow_copy", "step", "momentum", "variance"}
+
+def test_a_parameter_is_replaced():
+    opt, (p, q) = trained()
+    pruned = torch.nn.Parameter(p.detach()[:8].clone())
+    opt.param_groups[0]["params"][0] = pruned
+    before = [pruned.detach().clone(), p.detach().clone()]
+    run(opt, [pruned, q], 1)
+    assert not torch.equal(pruned, before[0]) and torch.equal(p, before[1])
+    assert opt.state[pruned]["momentum"].shape == (8, 8) and opt.state[q]["step"] == 4
+
+TWINS = dict(deepcopy=copy.deepcopy, pickling=lambda pair: pickle.loads(pickle.dumps(pair)), autocast=lambda _: trained())
+
+@pytest.mark.parametrize("how", TWINS)
+def test_copies_pickles_and_autocast(how):
+    opt, params = trained()
+    twin, copies = TWINS[how]((opt, params))
+    with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+        after = run(twin, copies, 2, start=3)
+    assert all(map(torch.equal, run(opt, params, 2, start=3), after))
 
 def test_groups_schedules_closures_and_missing_gradients():
     params = parameters((16, 8), (16, 8), (8, 16))
@@ -411,85 +427,73 @@ def test_what_is_no_matrix_or_no_variant_is_refused():
             opt.add_param_group(dict(params=params, **options))
         assert len(opt.param_groups) == 1
 
-def test_large_gradients_and_long_runs_in_fp32_are_finite():
-    """Gradients of 1e-12 and 1e12, where squares come near fp32's ends; the updates stay of their size."""
-    for variant in VARIANTS:
-        for size in 1e-12, 1e12:
-            p, = parameters((16, 40))
-            opt = Muon([p], lr=0.01, variant=variant, weight_decay=0.0, compile=False)
-            for step in range(3):
-                set_gradients([p], step)
-                p.grad *= size
-                opt.step()
-            assert p.isfinite().all() and p.norm() < 10, (variant, size)
-
 # ---- Ranks -----------------------------------------------------------------------------------------------------------
 
-SHARDED = [(24, 16)] * 3 + [(16, 16)] * 4 + [(5, 16, 24), (16, 40)]
+def on_groups(function, *args):
+    """function(rank, world, *args) in process groups of 4, 3 and 2 ranks, one after the other."""
+    mp.start_processes(_on_groups, (function, *args), nprocs=4, start_method="forkserver")
 
-def build(variant):
-    params = parameters(*SHARDED)
-    adjust = "frobenius" if variant == "adamuon" else "match_rms_adamw"
-    return params, Muon(params, lr=0.02, variant=variant, power=0.5, compile=False, adjust_lr_fn=adjust,
-                        ns_dtype=torch.float32)
-
-def close(mine, other):
-    """fp32 sums in another order, through 30 steps of fp32 Newton-Schulz."""
-    for p, q in zip(mine, other):
-        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
-
-def ranks_worker(rank, folder):
-    """One process of three. Groups of 3 and 2 ranks end 30 steps with equal bits on all ranks, near those of one
-    process; what 2 saved goes on at 1, 2 and 3."""
+def _on_groups(rank, function, folder, *args):
     torch.set_num_threads(1)
-
-    def group(ranks, name):
-        dist.init_process_group("gloo", init_method=f"file://{folder}/{name}", rank=rank, world_size=ranks)
-
-    for variant in "muon-vs", "normuon", "adamuon":
-        alone = torch.load(f"{folder}/{variant}.pt")
-        for ranks in 3, 2:
-            if rank >= ranks:
-                continue
-            group(ranks, f"{variant}-{ranks}")
-            params, opt = build(variant)
-            assert not opt.state_dict()["state"]  # as wrappers ask before the first step
-            half = run(opt, params, 15)
-            with pytest.raises(RuntimeError, match="full_state_dict"):
-                opt.state_dict()
-            saved = opt.full_state_dict()
-            run(opt, params, 15, start=15)
-            close(params, alone)
-            everyone = [None] * ranks
-            dist.all_gather_object(everyone, [p.tolist() for p in params])
-            assert everyone[0] == everyone[-1]  # bit for bit
-            kept, whole = sum(p.numel() for p in opt.state), sum(p.numel() for p in params)
-            assert kept <= whole / ranks + 5 * 16 * 24  # the largest: matrices are not divided
+    for world in 4, 3, 2:
+        if rank < world:
+            dist.init_process_group("gloo", init_method=f"file://{folder}/{world}", rank=rank, world_size=world)
+            function(rank, world, folder, *args)
+            dist.barrier()
             dist.destroy_process_group()
-    if rank == 0:  # of the two ranks, adamuon
-        torch.save((half, saved), f"{folder}/half.pt")
     Path(folder, f"done-{rank}").touch()
-    while not all(Path(folder, f"done-{r}").exists() for r in range(3)):
+    while not all(Path(folder, f"done-{r}").exists() for r in range(4)):
         time.sleep(0.05)
-    half, saved = torch.load(f"{folder}/half.pt", weights_only=True)
-    for ranks in 3, 2, 1:
-        if rank < ranks:
-            if ranks > 1:
-                group(ranks, f"resumed-{ranks}")
-            params, opt = build("adamuon")
-            torch._foreach_copy_([p.detach() for p in params], half)
-            opt.load_state_dict(saved)
-            close(run(opt, params, 15, start=15), alone)
-            params[0].grad = None if rank else params[0].grad  # a gradient that a rank lacks hangs nobody
-            opt.step()
-            if ranks > 1:
-                dist.destroy_process_group()
+
+def build(variant, half=None):
+    """half: weights and state to go on from."""
+    params = parameters(*[(24, 16)] * 3 + [(16, 16)] * 4 + [(5, 16, 24), (16, 40)])
+    opt = Muon(params, lr=0.02, variant=variant, power=0.5, compile=False, ns_dtype=torch.float32,
+               adjust_lr_fn="frobenius" if variant == "adamuon" else "match_rms_adamw")
+    if half:
+        torch._foreach_copy_([p.detach() for p in params], half[0])
+        opt.load_state_dict(half[1])
+    return params, opt
+
+def runs_like(alone, params, opt, start):
+    """To step 30: fp32 sums in another order, through 30 steps of fp32 Newton-Schulz."""
+    torch.testing.assert_close(run(opt, params, 30 - start, start), alone, rtol=1e-4, atol=1e-5)
+
+def ranks_worker(rank, world, folder):
+    """All ranks end with the same bits, near those of one process; what one, and what four ranks saved, goes on."""
+    for variant in "muon-vs", "normuon", "adamuon":
+        half, alone = torch.load(f"{folder}/{variant}.pt", weights_only=True)
+        runs_like(alone, *build(variant, half), start=15)
+        params, opt = build(variant)
+        assert not opt.state_dict()["state"]  # as wrappers ask before the first step
+        half = run(opt, params, 15)
+        with pytest.raises(RuntimeError, match="full_state_dict"):
+            opt.state_dict()
+        saved = opt.full_state_dict()
+        runs_like(alone, params, opt, start=15)
+        everyone = [None] * world
+        dist.all_gather_object(everyone, [p.tolist() for p in params])
+        assert all(each == everyone[0] for each in everyone)  # bit for bit
+        kept, whole = sum(p.numel() for p in opt.state), sum(p.numel() for p in params)
+        assert kept <= whole / world + 5 * 16 * 24  # the largest: matrices are not divided
+        if world == 4 and rank == 0:
+            torch.save((half, saved), f"{folder}/{variant}-4.pt")
+        dist.barrier()
+        params, opt = build(variant, torch.load(f"{folder}/{variant}-4.pt", weights_only=True))
+        runs_like(alone, params, opt, start=15)
+        params[0].grad = None if rank else params[0].grad  # a gradient that a rank lacks hangs nobody
+        opt.step()
 
 def test_ranks(tmp_path):
+    ends = {}
     for variant in "muon-vs", "normuon", "adamuon":
         params, opt = build(variant)
-        torch.save(run(opt, params, 30), tmp_path / f"{variant}.pt")
-    mp.start_processes(ranks_worker, (str(tmp_path),), nprocs=3, start_method="forkserver")
+        half = run(opt, params, 15), copy.deepcopy(opt.state_dict())
+        ends[variant] = run(opt, params, 15, start=15)
+        torch.save((half, ends[variant]), tmp_path / f"{variant}.pt")
+    on_groups(ranks_worker, str(tmp_path))
+    for variant, alone in ends.items():
+        runs_like(alone, *build(variant, torch.load(tmp_path / f"{variant}-4.pt", weights_only=True)), start=15)
 
 # ---- Compilation -----------------------------------------------------------------------------------------------------
 

@@ -2,14 +2,11 @@
 with torch.distributed.checkpoint, and in the train scripts."""
 import itertools
 import re
-import time
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -18,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from common import checkpoint, on_ranks, train, write_tiny
 from optim import VARIANTS, Muon
-from test_optim import parameters, run, set_gradients
+from test_optim import on_groups, parameters, run, set_gradients
 
 SHAPES = [(24, 16), (16, 16), (16, 16), (10, 24), (1, 5)]  # divided evenly, unevenly, and none for some ranks
 KINDS = [*itertools.product(VARIANTS, ["match_rms_adamw", "frobenius"], [torch.float32]),
@@ -39,22 +36,6 @@ def steps(kinds, shard=lambda t: t, n=4, split=1, shapes=SHAPES):
             params[0].grad = None
         opt.step()
     return params, opt
-
-def on_groups(function, *args):
-    """function(rank, world, *args) in process groups of 4, 3 and 2 ranks, one after the other."""
-    mp.start_processes(_on_groups, (function, *args), nprocs=4, start_method="forkserver")
-
-def _on_groups(rank, function, folder, *args):
-    torch.set_num_threads(1)
-    for world in 4, 3, 2:
-        if rank < world:
-            dist.init_process_group("gloo", init_method=f"file://{folder}/{world}", rank=rank, world_size=world)
-            function(rank, world, folder, *args)
-            dist.barrier()
-            dist.destroy_process_group()
-    Path(folder, f"done-{rank}").touch()
-    while not all(Path(folder, f"done-{r}").exists() for r in range(4)):
-        time.sleep(0.05)
 
 FEW = [("muon-vs", "original", torch.float32)] + [(name, "frobenius", torch.float32) for name in ("normuon", "adamuon")]
 EVEN = [(24, 16), (16, 32)]
