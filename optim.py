@@ -52,7 +52,7 @@ def iterate(X, steps, coefficients, split):
         X = addmm(X, B, X, beta=a)
     return (X.mT if tall else X).reshape(shape)
 
-def norm(X, split=1):
+def norm(X, split):
     """For each row the Frobenius norm of its matrix, one of `split`: (..., m, 1)."""
     rows = X.square().sum(-1)
     if isinstance(X, DTensor):
@@ -251,8 +251,6 @@ class Muon(torch.optim.Optimizer):
     def _update(self, group, params):
         """Updates parameters that are alike."""
         device = params[0].device.type
-        batch = device == "cpu" and params[0].ndim > 2  # Inductor fails on some of these
-        eager = not group["compile"] or isinstance(params[0], DTensor) or batch
         states = [self._state(group, p) for p in params]
         options = group | {"t": int(states[0]["step"]) + 1}
         options["ns_dtype"] = group["ns_dtype"] or fast_dtype(device)
@@ -263,6 +261,8 @@ class Muon(torch.optim.Optimizer):
             if isinstance(value, int | float) and not constant:
                 options[name] = torch.tensor(value, dtype=torch.float64, device="cpu")
         weights, gradients = [p.detach() for p in params], [p.grad for p in params]
+        batch = device == "cpu" and params[0].ndim > 2  # Inductor fails on some of these
+        eager = not group["compile"] or isinstance(params[0], DTensor) or batch
         run = update if eager else compiled_update()
         try:
             with torch.autocast(device, enabled=False):

@@ -427,7 +427,7 @@ def ranks_worker(rank, world, folder):
     """All ranks end with the same bits, near those of one process; what one, and what four ranks saved, goes on."""
     for variant in "muon-vs", "normuon", "adamuon":
         half, alone = torch.load(f"{folder}/{variant}.pt", weights_only=True)
-        runs_like(alone, *build(variant, half), start=15)
+        runs_like(alone, *copy.deepcopy(build(variant, half)), start=15)  # a copy knows its rank and share
         params, opt = build(variant)
         assert not opt.state_dict()["state"]  # as wrappers ask before the first step
         half = run(opt, params, 15)
