@@ -1,15 +1,16 @@
 r"""
-Trains a GPT-2 (pre-norm, RoPE, no biases, untied head) with Muon-VS, or with any optimizer that it is compared with.
+Trains a GPT-2 (pre-norm, RoPE, no biases, untied head) with Muon-VS or one of its rivals.
 
-    python prepare.py                                             # once: the demo's data, nothing is downloaded
-    python train_gpt.py                                           # the demo: 3 M parameters, minutes on 2 CPU cores
-    torchrun --standalone --nproc_per_node=8 --max-restarts=3 --shutdown-timeout=300 train_gpt.py --preset=gpt2-small \
-        --resume=auto
+    python prepare.py                    # once: the demo's data, nothing is downloaded
+    python train_gpt.py                  # the demo: 3 M parameters, minutes on 2 CPU cores
+    torchrun --standalone --nproc_per_node=8 --max-restarts=3 --shutdown-timeout=300 \
+        train_gpt.py --preset=gpt2-small --resume=auto
 
-Every hyperparameter is a global below: edit it where no preset sets it, or pass --name=value. The last line is "final
-val_loss:...". Shapes: B sequences of a micro-batch, T tokens, D width, H heads, K head width, V vocabulary, N = B T.
+Every hyperparameter is a global below: edit it, or pass --name=value. A preset overrides an edit and says so.
+The last line is "final val_loss:...". Shapes: B sequences at a time, T tokens, D width, H heads, K width
+of a head, V vocabulary.
 """
-import argparse, copy, datetime, functools, importlib.util, math, os, re, resource, shutil, signal, sys, time, zipfile
+import argparse, datetime, functools, math, os, re, resource, shutil, signal, sys, time, zipfile
 from collections import Counter
 from pathlib import Path
 
@@ -20,32 +21,30 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy as Policy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 import optim
 
-# ---- Globals and presets ---------------------------------------------------------------------------------------------
+# ---- Globals and presets -----------------------------------------------------------------------------------
 preset = "demo"               # a key of PRESETS
-run_name = ""                 # of log and checkpoints; default: --resume's folder, or SCRIPT-PRESET-OPTIMIZER-seedSEED
-resume = ""                   # auto: go on from this run's newest whole checkpoint, if any; or PATH, or a folder
+run_name = ""                 # of log and checkpoints; default: SCRIPT-PRESET-OPTIMIZER-seedSEED
+resume = ""                   # auto: go on from this run's newest checkpoint, if there is one; or PATH of any
 init_from = ""                # begin with the weights alone of this checkpoint
 eval_only = False             # print the validation loss of what --resume or --init_from names, and end
 # data
 dataset = "pysrc"             # data/DATASET, made by prepare.py
 val_dataset = ""              # default: dataset
-val_tokens = 262_144          # tokens; the prefix of the validation split that is evaluated
+val_tokens = 262_144          # the prefix of the validation split that is evaluated
 # model
 n_layer = 4                   # blocks
 n_head = 4                    # attention heads
 n_embd = 256                  # model width
 block_size = 256              # tokens of context
-activation_checkpointing = False  # recompute each block in the backward pass instead of keeping its activations
 # budget
 batch_size = 16               # sequences per update, over all ranks and micro-batches
 micro_batch_size = 0          # sequences per forward pass of a rank; 0: batch_size / ranks
 max_iters = 600               # updates
 # optimizer
-optimizer = "muon-vs"         # adamw for all, or a key of optim.VARIANTS for matrices inside blocks, adamw for the rest
+optimizer = "muon-vs"         # adamw for all, or a key of optim.VARIANTS for matrices inside blocks
 learning_rate = 0.005         # peak, for the matrices inside blocks
 adam_lr = 0.01                # peak, for embedding, head and gains
 weight_decay = 0.1            # not of gains
@@ -56,11 +55,11 @@ power = 1.0                   # of the denominator of muon-vs: 1 is the paper's 
 beta2 = 0.95                  # β₂ of normuon and muon2
 muon_eps = 1e-8               # ε of all but muon
 ns_steps = 5                  # Newton-Schulz iterations
-qkv_split = 1                 # matrices that Muon cuts a fused q-k-v matrix into: 3, or 3 n_head for one a head
-ns_eps = 1e-7                 # added to the norm that Newton-Schulz divides by
+ns_coefficients = (3.4445, -4.7750, 2.0315)  # of its polynomial
+ns_eps = 1e-7                 # added to the norm that it divides by
+qkv_split = 1                 # Muon cuts a fused q-k-v matrix into so many: 3, or 3 n_head for one a head
 adjust_lr_fn = "match_rms_adamw"  # scale of Muon's update: original, match_rms_adamw, frobenius
-adam_beta1 = 0.9
-adam_beta2 = 0.95
+adam_betas = (0.9, 0.95)
 adam_eps = 1e-8
 # schedule of both learning rates
 schedule = "wsd"              # constant, cosine, wsd (linear decay over the last decay_frac)
@@ -76,19 +75,14 @@ wandb = ""                    # project to log to; needs: pip install wandb
 # system
 seed = 1                      # of initialisation and data order
 device = "cuda" if torch.cuda.is_available() else "cpu"
-dtype = "auto"                # float32 (on a GPU TF32), bfloat16 (autocast); auto: bfloat16 if faster or param_dtype is
+dtype = "auto"                # float32 (GPU: TF32), bfloat16 (autocast); auto: bfloat16 where it is faster
 param_dtype = "float32"       # bfloat16: parameters and optimizer state are bf16 too
 compile = True                # torch.compile of blocks, loss and Muon
 fsdp = False                  # shard weights, gradients and state by rows (FSDP2), instead of DDP
 
-LEAST = dict(n_layer=1, n_head=1, n_embd=1, block_size=1, batch_size=1, log_interval=1, eval_interval=1,
-             checkpoint_interval=1, keep_checkpoints=0, max_iters=0, warmup_iters=0, micro_batch_size=0,
-             learning_rate=0, adam_lr=0, weight_decay=0, grad_clip=0, gamma=0, power=0, ns_steps=0,
-             qkv_split=1, seed=0)  # smallest legal values
-
-gpt2 = dict(dataset="openwebtext", block_size=1024, batch_size=480, max_iters=100_000, learning_rate=6e-4, adam_lr=6e-4,
-            gamma=10.0, schedule="constant", warmup_iters=2000, eval_interval=1000, checkpoint_interval=1000,
-            val_tokens=4_194_304)
+gpt2 = dict(dataset="openwebtext", block_size=1024, batch_size=480, max_iters=100_000, learning_rate=6e-4,
+            adam_lr=6e-4, gamma=10.0, schedule="constant", warmup_iters=2000, eval_interval=1000,
+            checkpoint_interval=1000, val_tokens=4_194_304)
 PRESETS = {  # "NAME/OPTIMIZER" is applied after "NAME", the command line after both
     "demo": {},  # both rates, and demo/muon's, are from records/map/demo
     "demo/muon": dict(adam_lr=0.02),
@@ -101,107 +95,125 @@ PRESETS = {  # "NAME/OPTIMIZER" is applied after "NAME", the command line after 
        for name in ("adamuon", "normuon")},
 }
 
-# ---- Configuration ---------------------------------------------------------------------------------------------------
-SOURCES = [Path(file).read_text(encoding="utf-8") for file in (__file__, optim.__file__)]  # for --help and the log
-GLOBALS = [name for name, value in list(globals().items()) if type(value) in (bool, int, float, str) and name[0] != "_"]
+# ---- Configuration -----------------------------------------------------------------------------------------
+SOURCES = [Path(file).read_text(encoding="utf-8") for file in (__file__, optim.__file__)]
+GLOBALS = [name for name, value in list(globals().items())
+           if type(value) in (bool, int, float, str, tuple) and name[0] != "_"]
 CHOICES = dict(preset=[name for name in PRESETS if "/" not in name], optimizer=["adamw", *optim.VARIANTS],
                adjust_lr_fn=list(optim.UPDATE_SCALES), schedule=["constant", "cosine", "wsd"],
-               dtype=["auto", "float32", "bfloat16"], param_dtype=["float32", "bfloat16"], device={"cpu", device})
+               dtype=["auto", "float32", "bfloat16"], param_dtype=["float32", "bfloat16"],
+               device=["cpu", "cuda"])
+AT_LEAST_1 = ["n_layer", "n_head", "n_embd", "block_size", "batch_size", "qkv_split", "log_interval",
+              "eval_interval", "checkpoint_interval"]  # other numbers may be 0
 rank, local_rank, world = (int(os.environ.get(name, default)) for name, default in
-                           [("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)])  # below GLOBALS, so no flags
+                           [("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)])  # as torchrun sets them
 
-def configure(argv: list[str]) -> None:
-    """Sets the globals: preset, then preset/optimizer, then --name=value. --dataset alone drops val_dataset."""
+def configure(argv):
+    """Sets the globals: PRESETS[preset], then PRESETS["preset/optimizer"], then --name=value."""
     global micro_batch_size
-    parser = argparse.ArgumentParser(usage="%(prog)s [--name=value ...]", add_help=False, allow_abbrev=False)
-    parser.add_argument("-h", "--help", action="store_true")
-    for name in GLOBALS:
-        kind = type(globals()[name])
-        parser.add_argument(f"--{name}", type=boolean if kind is bool else kind, choices=CHOICES.get(name),
-                            default=argparse.SUPPRESS)
-    flags = vars(parser.parse_args(argv))
-    wants_help = flags.pop("help")
-    edited = {name: globals()[name] for name in GLOBALS}
-    globals().update(PRESETS[flags.get("preset", preset)] | ({"val_dataset": ""} if "dataset" in flags else {}) | flags)
-    globals().update(PRESETS.get(f"{preset}/{optimizer}", {}) | flags)
-    by_preset = [f"--{name}={globals()[name]}" for name in GLOBALS
-                 if name not in flags and globals()[name] != edited[name]]
-    if wants_help:
-        comments = dict(re.findall(r"^(\w+) = .*?# (.+)$", SOURCES[0], re.M))
-        lines = (f"--{name}={globals()[name]!r}".ljust(34) + comments.get(name, "") for name in GLOBALS)
-        print(__doc__, *lines, f"presets: {', '.join(CHOICES['preset'])}", sep="\n")
-        sys.exit()
-    for name, least in LEAST.items():
-        if not least <= globals()[name] < math.inf:
-            parser.error(f"argument --{name}: found {globals()[name]}, expected a number of at least {least}")
-    if wandb and not importlib.util.find_spec("wandb"):
-        parser.error("argument --wandb needs a package; run: pip install wandb")
+    flags = dict(word.removeprefix("--").split("=", 1) for word in argv if "=" in word)
+    name, rival = flags.get("preset", preset), flags.get("optimizer", optimizer)
+    overrides = PRESETS.get(name, {}) | PRESETS.get(f"{name}/{rival}", {})
+    if "dataset" in flags:
+        overrides.pop("val_dataset", None)
+    overrides = {name: x for name, x in overrides.items() if name not in flags and x != globals()[name]}
+    globals().update(overrides)
+
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s --name=value ...", description=__doc__, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter)
+    comments = dict(re.findall(r"^(\w+) = .*?# (.+)$", SOURCES[0], re.M))
+    for name, value in settings().items():
+        kind = {bool: boolean, tuple: numbers}.get(type(value), type(value))
+        parser.add_argument(f"--{name}", type=kind, choices=CHOICES.get(name), default=value,
+                            metavar=repr(value), help=comments.get(name, "").replace("%", "%%"))
+    if len(flags) < len(argv):
+        sys.stdout.reconfigure(errors="replace")  # for --help on a terminal without Greek letters
+    globals().update(vars(parser.parse_args(argv)))
+    if len(flags) < len(argv):
+        parser.error("expected --name=value, with =, and each name once")
+    for name, value in settings().items():
+        least = 1 if name in AT_LEAST_1 else 0
+        if type(value) in (int, float) and not least <= value < math.inf:
+            parser.error(f"argument --{name}: found {value}, expected a number of at least {least}")
     if n_embd % (2 * n_head):
-        parser.error(f"argument --n_embd: found {n_embd}, expected a multiple of 2 x n_head = {2 * n_head}, for RoPE")
+        parser.error(f"argument --n_embd: found {n_embd}, expected a multiple of 2 x n_head = {2 * n_head}")
     micro_batch_size = micro_batch_size or max(1, batch_size // world)
     if batch_size % (micro_batch_size * world):
-        parser.error(f"--batch_size={batch_size}: no multiple of --micro_batch_size={micro_batch_size} x {world} ranks")
-    if by_preset and rank == 0:
-        print("set by PRESETS:", *by_preset, file=sys.stderr)
+        parser.error(f"--batch_size={batch_size}: no multiple of {world} x {micro_batch_size=}")
+    if overrides and rank == 0:
+        print("set by PRESETS:", *(f"--{name}={value}" for name, value in overrides.items()), file=sys.stderr)
 
-def boolean(text: str) -> bool:
+def boolean(text):
     return ["false", "true"].index(text.lower()) == 1
 
-# ---- Data loader -----------------------------------------------------------------------------------------------------
-class Shards:
-    """The token shards of a split (.bin of llm.c and modded-nanogpt: 256 int32, then uint16), cut into windows of
-    block_size + 1 tokens, neighbours sharing one; a shard's remainder is left out. An epoch reads each window once."""
+def numbers(text):
+    return tuple(map(float, text.strip("()").split(",")))
 
-    def __init__(self, name: str, split: str):
-        self.folder = folder = Path("data", name)
-        self.tokens = []  # of each shard, in a file that stays open
-        files = sorted(folder.glob(f"*_{split}*.bin"))
-        if not files:
-            sys.exit(f"{folder} has no {split} shards; how to make them: python prepare.py --help")
-        for file in files:
+def settings():
+    return {name: globals()[name] for name in GLOBALS}
+
+# ---- Data loader -------------------------------------------------------------------------------------------
+class Shards:
+    """A split's token shards (256 int32, then uint16 tokens, as llm.c and modded-nanogpt have them), cut into
+    windows of block_size + 1 tokens, neighbours sharing one. What remains of a shard is left out."""
+
+    def __init__(self, name, split):
+        self.folder = Path("data", name)
+        self.files = sorted(self.folder.glob(f"*_{split}*.bin"))
+        if not self.files:
+            sys.exit(f"{self.folder} has no {split} shards; how to make them: python prepare.py --help")
+        windows, self.contents = [], []
+        for file in self.files:
             header = np.fromfile(file, np.int32, 256).tolist()
             if header[:1] == [20240801]:
-                sys.exit(f"{file} has ids of 32 bits, for Llama 3; ours have 16: tokenize the text with prepare.py")
-            if len(header) < 256 or header[:2] != [20240520, 1] or file.stat().st_size != 1024 + 2 * header[2]:
+                sys.exit(f"{file} has ids of 32 bits; ours have 16: tokenize the text with prepare.py")
+            ours = len(header) == 256 and header[:2] == [20240520, 1]
+            if not ours or file.stat().st_size != 1024 + 2 * header[2]:
                 sys.exit(f"{file} is damaged or no token shard; run: python prepare.py verify {name}")
-            self.tokens.append(np.memmap(file, np.uint16, "r", 1024) if header[2] else np.empty(0, np.uint16))
-        self.vocab, self.eot = header[3:5] if header[3] else (50257, 50256)  # of the last shard; 0: GPT-2's
-        counts = [max(0, len(tokens) - 1) // block_size for tokens in self.tokens]  # windows of each shard
-        self.starts = np.cumsum([0, *counts])  # number of the first window of each shard, and of all windows
+            windows.append(max(0, header[2] - 1) // block_size)
+            self.contents.append(header[2:6])  # tokens, vocabulary, end of text, checksum
+        self.vocab, self.eot = header[3:5] if header[3] else (50257, 50256)  # others' shards have GPT-2's
+        self.starts = np.cumsum([0, *windows])  # number of the first window of each shard, and of all windows
         self.n_windows = int(self.starts[-1])
         if not self.n_windows:
-            sys.exit(f"--block_size={block_size} is longer than any {split} shard of {folder}")
+            sys.exit(f"--block_size={block_size} is longer than any {split} shard of {self.folder}")
 
-    def read(self, windows) -> tuple[Tensor, Tensor]:
+    def read(self, windows):
         """Inputs and targets of the windows with these numbers, (B, T) int64 each."""
         rows = np.empty((len(windows), block_size + 1), np.int64)
         for row, window in zip(rows, map(int, windows)):
             shard = int(np.searchsorted(self.starts, window, "right")) - 1
             start = (window - int(self.starts[shard])) * block_size
-            row[:] = self.tokens[shard][start:start + block_size + 1]
+            row[:] = open_shard(self.files[shard])[start:start + block_size + 1]
         if rows.max(initial=0) >= self.vocab:
-            sys.exit(f"{self.folder} has the id {rows.max()}, beyond its tokenizer's {self.vocab}; prepare it again")
+            sys.exit(f"{self.folder} has the id {rows.max()}, beyond its tokenizer's {self.vocab}")
         tokens = torch.from_numpy(rows)
         if device == "cuda":
             tokens = tokens.pin_memory().to(device, non_blocking=True)
         return tokens[:, :-1], tokens[:, 1:]
 
-    def batch(self, step: int, rows: range) -> tuple[Tensor, Tensor]:
-        """These rows of the batch of update `step`: a pure function of seed, step, sizes of batch and block, data."""
-        epochs_and_places = (divmod(step * batch_size + row, self.n_windows) for row in rows)
-        return self.read([permutation(self.n_windows, seed, epoch)[place] for epoch, place in epochs_and_places])
+    def batch(self, first, count):
+        """Sequences first, first + 1, ... of the run, a pure function of seed, block_size and data. An epoch
+        has each window once, in an order of its own."""
+        places = [divmod(i, self.n_windows) for i in range(first, first + count)]
+        return self.read([permutation(self.n_windows, seed, epoch)[place] for epoch, place in places])
+
+@functools.lru_cache(64)  # a process on macOS may have 256 open files
+def open_shard(file):
+    return np.memmap(file, np.uint16, "r", 1024)
 
 @functools.lru_cache(2)
-def permutation(n: int, *key: int) -> np.ndarray:
+def permutation(n, *key):
     return np.random.default_rng(key).permutation(n)
 
-# ---- Model -----------------------------------------------------------------------------------------------------------
-def rotate(x_BHTK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+# ---- Model -------------------------------------------------------------------------------------------------
+def rotate(x_BHTK, cos, sin):
     """RoPE: turns the pairs (k, k + K/2) of each head; cos and sin are (T, K/2)."""
     a, b = x_BHTK.chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).type_as(x_BHTK)
 
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend(q, k, v):
     """Causal attention, (B, H, T, K) each. On a CPU the fused kernel is slower in bf16."""
     if device == "cuda":
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -216,11 +228,11 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD, cos, sin):
         B, T, D = x_BTD.shape
-        q, k, v = self.qkv(x_BTD).view(B, T, 3, n_head, D // n_head).permute(2, 0, 3, 1, 4)  # (B, H, T, K) each
+        q, k, v = self.qkv(x_BTD).view(B, T, 3, n_head, D // n_head).permute(2, 0, 3, 1, 4)  # (B, H, T, K)
         y_BHTK = attend(rotate(q, cos, sin), rotate(k, cos, sin), v)
         return self.proj(y_BHTK.transpose(1, 2).reshape(B, T, D))
 
-def gelu(x: Tensor) -> Tensor:
+def gelu(x):
     """GELU's tanh form, 0.5x (1 + tanh z), as xσ(2z), which is faster on a CPU."""
     return x * torch.sigmoid(x * (1.59576912 + 0.07135481 * x * x))
 
@@ -246,7 +258,7 @@ class Block(nn.Module):
         return x_BTD + self.mlp(self.norm2(x_BTD))
 
 class Model(nn.Module):
-    def __init__(self, vocab: int):
+    def __init__(self, vocab):
         super().__init__()
         self.embed = nn.Embedding(vocab, n_embd)
         self.blocks = nn.ModuleList(Block() for _ in range(n_layer))
@@ -254,75 +266,58 @@ class Model(nn.Module):
         self.head = nn.Linear(n_embd, vocab, bias=False)
         width = n_embd // n_head
         angles = np.outer(np.arange(block_size), 10_000 ** -(np.arange(0, width, 2) / width))
-        self.register_buffer("cos", torch.tensor(np.cos(angles), dtype=torch.float32), persistent=False)
-        self.register_buffer("sin", torch.tensor(np.sin(angles), dtype=torch.float32), persistent=False)
-        for name, module in self.named_modules():  # N(0, 0.02), into the residual stream N(0, 0.02 / √(2 n_layer))
-            if isinstance(module, (nn.Linear, nn.Embedding)):
-                into_stream = name.endswith((".proj", ".down"))
-                nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * n_layer) if into_stream else 0.02)
+        for name, of in ("cos", np.cos), ("sin", np.sin):
+            self.register_buffer(name, torch.tensor(of(angles), dtype=torch.float32), persistent=False)
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+    def forward(self, tokens_BT, targets_BT=None):
         """Mean cross-entropy in nats, a scalar; without targets the logits, (B, T, V)."""
         with torch.autocast(device, torch.bfloat16, enabled=dtype == "bfloat16"):
             x_BTD, T = self.embed(tokens_BT), tokens_BT.size(1)
             for block in self.blocks:
-                run = functools.partial(checkpoint, block, use_reentrant=False) if activation_checkpointing else block
-                x_BTD = run(x_BTD, self.cos[:T], self.sin[:T])
+                x_BTD = block(x_BTD, self.cos[:T], self.sin[:T])
             return self.head(self.norm(x_BTD)) if targets_BT is None else self.loss(x_BTD, targets_BT)
 
-    def loss(self, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
+    def loss(self, x_BTD, targets_BT):
         """Compiled as one graph, so that bf16 logits get no copy in fp32."""
         return F.cross_entropy(self.head(self.norm(x_BTD)).flatten(0, 1).float(), targets_BT.flatten())
 
-# ---- Optimizers and schedule -----------------------------------------------------------------------------------------
-def build_optimizers(model: Model) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside blocks and AdamW for the rest, or AdamW for all."""
+# ---- Initialisation, optimizers, schedule ------------------------------------------------------------------
+def init_weights(model):
+    """N(0, 0.02), into the residual stream N(0, 0.02 / √(2 n_layer)); gains stay 1."""
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            into_stream = name.endswith((".proj", ".down"))
+            nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * n_layer) if into_stream else 0.02)
+
+def build_optimizers(model):
+    """Muon for what has two or more dimensions inside blocks and AdamW for the rest, or AdamW for all."""
     fused = [p for name, p in model.blocks.named_parameters() if name.endswith("qkv.weight")]
     matrices = [p for p in model.blocks.parameters() if p.ndim >= 2 and p not in {*fused}]
     tables = list(dict.fromkeys([model.embed.weight, model.head.weight]))  # one if they are tied
-    others = [p for p in model.parameters() if p not in {*fused, *matrices, *tables}]  # gains, and what you add
-    adam = [dict(params=tables, lr=adam_lr, weight_decay=weight_decay), dict(params=others, lr=adam_lr, weight_decay=0)]
+    others = [p for p in model.parameters() if p not in {*fused, *matrices, *tables}]  # gains
+    adam = [dict(params=tables, lr=adam_lr, weight_decay=weight_decay),
+            dict(params=others, lr=adam_lr, weight_decay=0)]
     optimizers = []
     if optimizer == "adamw":
         adam.append(dict(params=fused + matrices, lr=learning_rate, weight_decay=weight_decay))
     else:
         optimizers.append(optim.Muon(
-            [dict(params=fused, split=qkv_split), dict(params=matrices)],
-            lr=learning_rate,
-            variant=optimizer,
-            momentum=momentum,
-            weight_decay=weight_decay,
-            gamma=gamma,
-            power=power,
-            beta2=beta2,
-            eps=muon_eps,
-            ns_steps=ns_steps,
-            ns_eps=ns_eps,
-            adjust_lr_fn=adjust_lr_fn,
-            state_dtype=torch.bfloat16 if param_dtype == "bfloat16" else None,
-            compile=compile,
-        ))
-    optimizers.append(torch.optim.AdamW(adam, betas=(adam_beta1, adam_beta2), eps=adam_eps, fused=True))
+            [dict(params=fused, split=qkv_split), dict(params=matrices)], lr=learning_rate, variant=optimizer,
+            momentum=momentum, weight_decay=weight_decay, gamma=gamma, power=power, beta2=beta2, eps=muon_eps,
+            ns_steps=ns_steps, ns_coefficients=ns_coefficients, ns_eps=ns_eps, adjust_lr_fn=adjust_lr_fn,
+            state_dtype=torch.bfloat16 if param_dtype == "bfloat16" else None, compile=compile))
+    optimizers.append(torch.optim.AdamW(adam, betas=adam_betas, eps=adam_eps, fused=True))
     placed = [p for opt in optimizers for group in opt.param_groups for p in group["params"]]
     assert Counter(placed) == Counter(model.parameters()), "a parameter is in no group, or in two"
     return optimizers
 
-def parameter_table(model: Model, optimizers: list[torch.optim.Optimizer]) -> str:
-    """What each parameter gets; layers share a line."""
-    names = {p: re.sub(r"\.\d+\.", ".*.", name) for name, p in model.named_parameters()}
-    rows = Counter()
-    for group in (group for opt in optimizers for group in opt.param_groups):
-        how = f"{group.get('variant', 'adamw'):14} lr {group['lr']:<8g} weight_decay {group['weight_decay']:g}"
-        rows.update(f"{names[p]:26} {str(tuple(p.shape)):16} {how}" for p in group["params"])
-    return "\n".join(f"{count:3} x {row}" for row, count in rows.items())
-
-def set_schedules(step: int, optimizers: list[torch.optim.Optimizer]) -> None:
-    """Sets the learning rates; the place to schedule weight_decay, or momentum of Muon's groups, too."""
+def set_schedules(step, optimizers):
+    """Sets what changes from update to update, here the learning rates."""
     for opt in optimizers:
         for group in opt.param_groups:
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * lr_factor(step)
 
-def lr_factor(step: int) -> float:
+def lr_factor(step):
     """Both learning rates as a fraction of their peaks, at updates 0 to max_iters - 1."""
     if step < warmup_iters:
         return (step + 1) / warmup_iters
@@ -330,44 +325,58 @@ def lr_factor(step: int) -> float:
         done = (step - warmup_iters) / max(1, max_iters - warmup_iters)
         return min_lr_frac + (1 - min_lr_frac) * 0.5 * (1 + math.cos(math.pi * done))
     if schedule == "wsd":
-        return min_lr_frac + (1 - min_lr_frac) * min(1.0, (max_iters - step) / max(1.0, decay_frac * max_iters))
+        left = (max_iters - step) / max(1.0, decay_frac * max_iters)
+        return min_lr_frac + (1 - min_lr_frac) * min(1.0, left)
     return 1.0
 
-# ---- Evaluation ------------------------------------------------------------------------------------------------------
+def first_sequence(step):
+    """The sequence of the run that update `step` begins with; it ends before that of update step + 1."""
+    return step * batch_size
+
+# ---- Evaluation --------------------------------------------------------------------------------------------
 @torch.no_grad()
-def evaluate(model: Model, shards: Shards) -> tuple[float, float]:
-    """Mean cross-entropy (nats per token) and accuracy over the first val_tokens, whatever the batch and world size."""
+def evaluate(model, shards):
+    """Mean cross-entropy (nats per token) and accuracy over the first val_tokens, whatever the batch."""
     model.eval()
     total = min(max(1, val_tokens // block_size), shards.n_windows)
     mine, sums = range(rank, total, world), torch.zeros(2, dtype=torch.float64, device=device)
-    for i in range(0, -(-total // world), micro_batch_size):  # as many on all ranks, for FSDP; the last may be empty
+    for i in range(0, -(-total // world), micro_batch_size):  # as many on each rank, for FSDP
         x_BT, y_BT = shards.read(mine[i:i + micro_batch_size])
-        logits_NV = model(x_BT).flatten(0, 1)
-        for logits, y in zip(logits_NV.split(2048), y_BT.flatten().split(2048)):  # in parts: fp32 copies stay small
-            sums[0] += F.cross_entropy(logits.float(), y, reduction="sum")
-            sums[1] += (logits.argmax(-1) == y).sum()
-    if world > 1:
-        dist.all_reduce(sums)
+        for logits_TV, y_T in zip(model(x_BT), y_BT):
+            sums[0] += F.cross_entropy(logits_TV.float(), y_T, reduction="sum")
+            sums[1] += (logits_TV.argmax(-1) == y_T).sum()
     model.train()
-    return tuple((sums / (total * block_size)).tolist())
+    return tuple((over_ranks(sums) / (total * block_size)).tolist())
 
-def mfu(model: Model, tokens_per_s: float) -> str:
-    """Model FLOPs utilisation, where the GPU's dense bf16 peak is known. Forward and backward, a token costs 6 FLOPs a
-    matrix parameter, and 12 n_layer D T for attention (PaLM, appendix B)."""
-    peak = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100-SXM4-80GB": 312e12}.get(hardware())
-    matrices = sum(p.numel() for p in model.blocks.parameters() if p.ndim == 2) + model.head.weight.numel()
+def over_ranks(value, op=dist.ReduceOp.SUM):
+    if world > 1:
+        dist.all_reduce(value, op)
+    return value
+
+def mfu(model, tokens_per_s):
+    """Model FLOPs utilisation, where the GPU's bf16 peak is known. A token costs 6 FLOPs a matrix parameter
+    and 12 n_layer D T for attention, forward and backward (PaLM, appendix B)."""
+    peaks = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100-SXM4-80GB": 312e12}
+    matrices = sum(p.numel() for p in model.blocks.parameters() if p.ndim >= 2) + model.head.weight.numel()
     flops = 6 * matrices + 12 * n_layer * n_embd * block_size
-    return f"{tokens_per_s * flops / (peak * world):.3f}" if peak else "n/a"
+    return tokens_per_s * flops / (peaks[hardware()] * world) if hardware() in peaks else None
 
-def hardware() -> str:
+def hardware():
     cpu = f"{torch.cpu.get_capabilities().get('cpu_name', 'CPU')}, {torch.get_num_threads()} threads a rank"
     return torch.cuda.get_device_name() if device == "cuda" else cpu
 
-# ---- Checkpoints -----------------------------------------------------------------------------------------------------
-def save_checkpoint(folder: Path, content: dict) -> None:
-    """Writes step_N.pt whole or not at all, then removes all but the newest keep_checkpoints."""
+# ---- Checkpoints -------------------------------------------------------------------------------------------
+def save_checkpoint(folder, model, optimizers, **facts):
+    """Writes step_N.pt whole or not at all, and removes old ones. All ranks call it; each may hold parts."""
+    content = facts | {"model": {name: whole(p) for name, p in model.state_dict().items()}, "optimizer": {}}
+    for opt in optimizers:
+        state = (opt.full_state_dict() if isinstance(opt, optim.Muon) else opt.state_dict()).get("state", {})
+        for i, (name, _) in enumerate(named_parameters(model, opt)):
+            content["optimizer"][name] = {key: whole(t) for key, t in state.get(i, {}).items()}
+    if rank > 0:
+        return
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"step_{content['step']:08d}.pt"
+    path = folder / f"step_{facts['step']:08d}.pt"
     temporary = path.with_suffix(".tmp")
     try:
         with open(temporary, "wb") as file:
@@ -380,137 +389,131 @@ def save_checkpoint(folder: Path, content: dict) -> None:
     for old in newest_first(folder)[keep_checkpoints or sys.maxsize:]:
         old.unlink()
 
-def newest_first(folder: Path) -> list[Path]:
+def whole(t):
+    """t on rank 0's CPU; of a DTensor every rank has a part."""
+    t = t.full_tensor() if isinstance(t, DTensor) else t
+    return t.cpu() if rank == 0 else None
+
+def named_parameters(model, opt):
+    names = {p: name for name, p in model.named_parameters()}
+    return [(names[p], p) for group in opt.param_groups for p in group["params"]]
+
+def newest_first(folder):
     return sorted(folder.glob(f"step_{8 * '[0-9]'}.pt"), reverse=True)
 
-def find_checkpoint(folder: Path) -> tuple[Path | None, bool]:
-    """Returns (path, weights alone?) of the newest checkpoint that is whole, by its checksums, in the first place with
-    files: this run's `folder`, if --resume=auto or torchrun restarted a --resume=PATH; --resume's; --init_from."""
-    restarted = not eval_only and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    own = newest_first(folder) if resume == "auto" or (resume and restarted) else []
-    named = (newest_first(Path(resume)) or [Path(resume)]) if resume not in ("", "auto") else []
-    paths = own or named or ([Path(init_from)] if init_from else [])
-    for path in paths:
-        try:
-            problem = zipfile.ZipFile(path).testzip()
-            if not problem:
-                return path, eval_only or not (own or named)
-        except Exception as error:  # a damaged file may raise nearly any
-            problem = error
-        print(f"passing over {path}, which cannot be read: {problem}", file=sys.stderr)
-    if paths or eval_only:
-        sys.exit(f"found no checkpoint in {[*map(str, paths)]}; give another --resume=PATH, --init_from or --run_name")
-    return None, False
+def find_checkpoint(folder):
+    """--resume=PATH's; with auto, or restarted by torchrun, the newest in `folder` that is whole; or None."""
+    own = []
+    if resume == "auto" or resume and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        own = newest_first(folder)
+    for path in own:
+        if zipfile.is_zipfile(path) and not zipfile.ZipFile(path).testzip():  # torch.save writes checksums
+            return path
+        print(f"passing over {path}, which is damaged", file=sys.stderr)
+    if own:
+        sys.exit(f"found no checkpoint in {folder} that is whole; give another --resume=PATH or --run_name")
+    return Path(resume) if resume not in ("", "auto") else None
 
-def load_checkpoint(path: Path, weights_alone: bool, model: Model, optimizers: list[torch.optim.Optimizer]) -> dict:
-    """Loads weights and, by the parameters' names, optimizer state. Returns where to go on; {} if weights alone."""
-    saved, own = torch.load(path, map_location="cpu", weights_only=True, mmap=True), model.state_dict()
-    different = {(name, t.shape) for name, t in saved["model"].items()} ^ {(name, p.shape) for name, p in own.items()}
-    if different:
-        sys.exit(f"{path} is of another model, which differs in {', '.join(sorted({name for name, _ in different}))}")
-    model.load_state_dict({name: optim.placed_like(saved["model"][name], p) for name, p in own.items()})
+def load_checkpoint(path, weights_alone, model, optimizers):
+    """Loads weights and, by the parameters' names, optimizer state. Returns the rest; {} if weights_alone."""
+    own = model.state_dict()
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        model.load_state_dict({name: optim.placed_like(t, own[name]) for name, t in saved["model"].items()})
+    except Exception as error:  # it may be any file
+        sys.exit(f"found no checkpoint of this model in {path}: {error!r:.300}")
     if weights_alone:
         return {}
     if saved["globals"]["optimizer"] != optimizer:
         sys.exit(f"{path} is of --optimizer={saved['globals']['optimizer']}; pass that")
     for opt in optimizers:
-        state = {}  # whole, of which Muon takes what is this rank's
+        state = {}
         for i, (name, p) in enumerate(named_parameters(model, opt)):
-            entry, of_muon = saved["optimizer"][name], isinstance(opt, optim.Muon)
-            state[i] = {key: t if of_muon or key == "step" else optim.placed_like(t, p) for key, t in entry.items()}
-        opt.load_state_dict({"state": state, "param_groups": opt.state_dict()["param_groups"]})  # lr … of this run
-    return {name: saved[name] for name in ("step", "train_time", "globals")}
+            state[i] = dict(saved["optimizer"][name])
+            if not isinstance(opt, optim.Muon):  # which takes its part of what is whole itself
+                state[i] |= {key: optim.placed_like(t, p) for key, t in state[i].items() if key != "step"}
+        opt.load_state_dict({"state": state, "param_groups": opt.state_dict()["param_groups"]})
+    return saved
 
-def whole_state(model: Model, optimizers: list[torch.optim.Optimizer]) -> dict:
-    """Weights, and the optimizers' buffers by their parameter's name, on rank 0; all ranks have to call it."""
-    state = {"model": {name: whole_on_cpu(p) for name, p in model.state_dict().items()}, "optimizer": {}}
-    for opt in optimizers:
-        is_muon = isinstance(opt, optim.Muon)  # its full_state_dict gathers to rank 0, and is {} elsewhere
-        buffers = opt.full_state_dict().get("state", {}) if is_muon else opt.state_dict()["state"]
-        for i, (name, _) in enumerate(named_parameters(model, opt)):
-            entry = buffers.get(i, {})
-            state["optimizer"][name] = entry if is_muon else {key: whole_on_cpu(t) for key, t in entry.items()}
-    return state
-
-def whole_on_cpu(t: Tensor) -> Tensor | None:
-    """A copy on rank 0 of t, of which ranks may hold parts; all ranks have to call it."""
-    t = t.full_tensor() if isinstance(t, DTensor) else t
-    return t.to("cpu", copy=True) if rank == 0 else None
-
-def named_parameters(model: Model, opt: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
-    names = {p: name for name, p in model.named_parameters()}
-    return [(names[p], p) for group in opt.param_groups for p in group["params"]]
-
-# ---- Main ------------------------------------------------------------------------------------------------------------
-def init_ranks() -> None:
-    """Takes this rank's GPU or share of the cores, settles `compile` and `dtype`, and joins the other ranks."""
+# ---- Main --------------------------------------------------------------------------------------------------
+def init_ranks():
+    """Takes this rank's GPU, joins the other ranks, and settles `compile` and `dtype`."""
     global compile, dtype
     if device == "cuda":
         torch.cuda.set_device(local_rank)
         torch.backends.cuda.matmul.allow_tf32 = True
+    if world > 1:
+        store = next(dist.rendezvous("env://"))[0]  # with keys of dead ranks, after a restart: pytorch 135712
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", ""), store)
+        hours = datetime.timedelta(hours=4)  # as others wait while one rank saves
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", None, hours, world, rank, store)
     if compile and device == "cpu" and not shutil.which(torch._inductor.config.cpp.cxx[-1]):
         print("runs uncompiled, so slower, as there is no C++ compiler", file=sys.stderr)
         compile = False
     if dtype == "auto":
-        dtype = "bfloat16" if param_dtype == "bfloat16" or optim.fast_dtype(device) == torch.bfloat16 else "float32"
-    if world > 1:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", world))))
-        store = next(dist.rendezvous("env://"))[0]  # torchrun's, which outlives a restart, with dead ranks' keys:
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", ""), store)  # pytorch issue 135712
-        dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=world,
-                                timeout=datetime.timedelta(hours=4))  # for what one rank does while others wait: saving
+        fast = param_dtype == "bfloat16" or optim.fast_dtype(device) == torch.bfloat16
+        dtype = "bfloat16" if fast else "float32"
 
-def build_model(vocab: int) -> Model:
+def build_model(vocab):
     torch.manual_seed(seed)
-    model = Model(vocab)
+    model = Model(-(-vocab // 64) * 64)  # rows of embedding and head
+    init_weights(model)
     for p in model.parameters():  # not RoPE's cos and sin
         p.data = p.data.to(getattr(torch, param_dtype))
-    if fsdp and world > 1:  # a rank keeps its rows; a block's are gathered while it computes, in bf16 under autocast
-        mesh, gathered = dist.init_device_mesh(device, (world,)), torch.bfloat16 if dtype == "bfloat16" else None
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh, mp_policy=Policy(gathered, torch.float32, cast_forward_inputs=False))
-        fully_shard(model, mesh=mesh, mp_policy=Policy(reduce_dtype=torch.float32))
+    if fsdp and world > 1:  # a rank keeps its rows; a block's are gathered while it computes
+        mesh = dist.init_device_mesh(device, (world,))
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=mesh)
     model.to(device)
-    if compile:  # a block at a time: all share one graph
-        torch._dynamo.config.optimize_ddp = False  # it would cut that graph; gradients leave block by block anyway
+    if compile:
+        torch._dynamo.config.optimize_ddp = False  # which would cut the one graph that all blocks share
         for block in model.blocks:
             block.compile(dynamic=False)
         model.loss = torch.compile(model.loss, dynamic=False)
     return model
 
-def open_log(path: Path, facts: str, settings: dict):
-    """Prints `facts`; a new file begins with the sources, `facts` and all globals. Returns log(line), which prints,
-    appends to the file, and sends figures to --wandb."""
+def open_log(path, model):
+    """Begins a log, or goes on with it. Returns log(line, figures, step), for screen, file and wandb."""
     if wandb:
         import wandb as client  # the name wandb is the flag
-        tracker = client.init(project=wandb, id=path.stem, resume="allow", config=settings)
-    print(facts, end="")
+        tracker = client.init(project=wandb, name=path.stem, config=settings())
     path.parent.mkdir(parents=True, exist_ok=True)
-    if not path.exists():
-        flags = "".join(f"--{name}={value}\n" for name, value in settings.items())
-        path.write_text(("=" * 100 + "\n").join([*SOURCES, facts + flags, ""]), encoding="utf-8")
-    file = open(path, "a", encoding="utf-8", buffering=1)  # a line at a time
+    try:
+        file = open(path, "a" if resume else "x", encoding="utf-8", buffering=1)  # line by line
+    except FileExistsError:
+        sys.exit(f"{path} exists; give another --run_name, or go on with --resume=auto")
+    if file.tell() == 0:
+        facts = dict(torch=torch.__version__, hardware=hardware(), world_size=world, started=time.ctime(),
+                     parameters=sum(p.numel() for p in model.parameters()))
+        head = [f"{name}: {value}\n" for name, value in facts.items()]
+        head += [f"--{name}={value}\n" for name, value in settings().items()]
+        file.write(("=" * 100 + "\n").join([*SOURCES, "".join(head), ""]))
 
-    def log(line: str) -> None:
+    def log(line, figures={}, step=0):
+        figures = {name: x for name, x in figures.items() if x is not None}
+        line += "".join(f" {name}:{FORMATS.get(name, '{:.5f}').format(x)}" for name, x in figures.items())
         print(line, flush=True)
         print(line, file=file)
-        if wandb and line.startswith(("step:", "final ")):
-            figures = {name: float(x) for name, x in re.findall(r"(\w+):(-?\d[\d.]*(?:e[-+]\d+)?)", line)}
-            tracker.log(figures, step=int(figures.get("step", max_iters)))
+        if wandb and figures:
+            tracker.log(figures, step=step)
     return log
 
-def update(step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer], shards: Shards):
-    """One update. Returns, as scalars on the device so that nobody waits for a GPU, the loss of this rank's sequences
-    and the norm of the whole gradient."""
-    loss, accumulate = 0.0, batch_size // (micro_batch_size * world)
-    for k in range(accumulate):
-        first = (k * world + rank) * micro_batch_size
-        x_BT, y_BT = shards.batch(step, range(first, first + micro_batch_size))
+FORMATS = dict(train_time="{:.3f}s", step_avg="{:.2f}ms", time_left="{:.0f}s", lr="{:.6g}",
+               tokens_per_s="{:.0f}", peak_memory_mib="{:.0f}", optimizer_state_mib="{:.1f}")
+
+def update(step, model, optimizers, shards):
+    """One update. Returns the loss of this rank's sequences and the norm of the whole gradient, as tensors on
+    the device, since reading them would wait for a GPU."""
+    first, end = first_sequence(step), first_sequence(step + 1)
+    micro_batches = range(first + rank * micro_batch_size, end, world * micro_batch_size)
+    loss = 0.0
+    for start in micro_batches:
         if world > 1:  # reduce gradients once
-            reduce = k == accumulate - 1
-            model.set_requires_gradient_sync(reduce) if fsdp else setattr(model, "require_backward_grad_sync", reduce)
-        part = model(x_BT, y_BT) / accumulate
+            model.require_backward_grad_sync = start == micro_batches[-1]  # of DDP
+            if fsdp:
+                model.set_requires_gradient_sync(start == micro_batches[-1])
+        x_BT, y_BT = shards.batch(start, micro_batch_size)
+        part = model(x_BT, y_BT) / len(micro_batches)
         part.backward()
         loss += part.detach()
     norm = nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
@@ -521,128 +524,110 @@ def update(step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer],
         opt.zero_grad()
     return loss, norm
 
-@torch.no_grad()
-def warm_up(model: nn.Module, optimizers: list[torch.optim.Optimizer], shards: Shards) -> None:
-    """Compiles, outside the clock, by an update that is undone."""
-    weights = [p.detach().clone() for p in model.parameters()]
-    states = [{p: copy.deepcopy(state) for p, state in opt.state.items()} for opt in optimizers]
-    with torch.enable_grad():
-        update(0, model, optimizers, shards)
-    for p, weight in zip(model.parameters(), weights):
-        p.copy_(weight)
-    for opt, state in zip(optimizers, states):
-        opt.state.clear()
-        opt.state.update(state)
+signals = []  # that came
 
-signals = []  # SIGTERM and SIGINT that came
-
-def on_signal(number: int, frame) -> None:
+def on_signal(number, frame):
     """The run saves and stops at its next log line; a second Ctrl-C ends it at once."""
     signals.append(number)
     if number == signal.SIGINT:
         signal.signal(number, signal.default_int_handler)
 
-def main(argv: list[str]) -> None:
-    # data, and the checkpoint to go on from
+def train(model, optimizers, shards, val_shards, step, train_time, save, log):
+    """Updates, and pauses between them in which the clock stops; the first one, which compiles, is not timed.
+    Returns the last figures, or None if a signal came."""
+    parallel, first_step, loss, norm, speeds = model, step, 0.0, 0.0, {}
+    if world > 1 and not fsdp:
+        parallel = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, on_signal)
+    while True:
+        last = step >= max_iters
+        val_loss, val_acc = evaluate(model, val_shards) if last or step % eval_interval == 0 else (None, None)
+        figures = dict(val_loss=val_loss, train_time=train_time, step_avg=1000 * train_time / max(1, step),
+                       val_acc=val_acc) | speeds
+        log(f"step:{step}/{max_iters}", figures, step)
+        if not math.isfinite(loss + norm + (val_loss or 0.0)):
+            log(f"diverged: no finite loss or gradient at update {step}; try a lower --learning_rate")
+            sys.exit(1)
+        stop = over_ranks(torch.tensor(len(signals), device=device)) > 0
+        if stop or step > first_step and (last or step % checkpoint_interval == 0):
+            save(step=step, train_time=train_time)
+        if last or stop:
+            return figures if last else None
+
+        ends = [(step // n + 1) * n for n in (log_interval, eval_interval, checkpoint_interval)]
+        end = step + 1 if step == first_step else min(max_iters, *ends)
+        before, clock = step, time.perf_counter()
+        while step < end:
+            loss, norm = update(step, parallel, optimizers, shards)
+            step += 1
+        torch.get_device_module(device).synchronize()
+        seconds = time.perf_counter() - clock
+        loss, norm = float(over_ranks(loss) / world), float(norm)
+        speeds = dict(train_loss=loss, grad_norm=norm, lr=learning_rate * lr_factor(step - 1))
+        if before > first_step:
+            train_time += seconds
+            tokens_per_s = (first_sequence(step) - first_sequence(before)) * block_size / seconds
+            speeds |= dict(tokens_per_s=tokens_per_s, mfu=mfu(model, tokens_per_s),
+                           time_left=seconds / (step - before) * (max_iters - step))
+
+def main(argv):
     configure(argv)
     init_ranks()
-    train_shards, val_shards = Shards(dataset, "train"), Shards(val_dataset or dataset, "val")
-    if train_shards.vocab != val_shards.vocab:
-        sys.exit(f"found {train_shards.vocab} token ids to train on, {val_shards.vocab} to validate: use one tokenizer")
-    resume_folder = Path(resume) if Path(resume).is_dir() else Path(resume).parent  # name "" without a PATH
-    run = run_name or resume_folder.name or f"{Path(__file__).stem}-{preset}-{optimizer}-seed{seed}"
-    log_path, checkpoint_folder = Path("logs", f"{run}.txt"), Path("checkpoints", run)
-    if log_path.exists() and not resume and not eval_only and rank == 0:
-        sys.exit(f"{log_path} exists; give another --run_name, or go on with --resume=auto")
-    found = [find_checkpoint(checkpoint_folder) if rank == 0 else None]
+    shards, val_shards = Shards(dataset, "train"), Shards(val_dataset or dataset, "val")
+    if shards.vocab != val_shards.vocab:
+        sys.exit(f"found {shards.vocab} ids to train on, {val_shards.vocab} to validate; use one tokenizer")
+    run = run_name or Path(resume).parent.name or f"{Path(__file__).stem}-{preset}-{optimizer}-seed{seed}"
+    folder = Path("checkpoints", run)
+    box = [find_checkpoint(folder) if rank == 0 else None]
     if world > 1:
-        dist.broadcast_object_list(found)
-    path, weights_alone = found[0]
+        dist.broadcast_object_list(box)
+    path = box[0]
+    if path and not path.exists():
+        sys.exit(f"found no checkpoint {path} on rank {rank}; nodes of a run must share its folder")
+    if resume == "auto" and not path and newest_first(folder):
+        sys.exit(f"rank {rank} found checkpoints, rank 0 none; nodes of a run must share {folder}")
 
-    # model and optimizers
-    model = build_model(-(-train_shards.vocab // 64) * 64)  # rows of embedding and head
+    model = build_model(shards.vocab)
     optimizers = build_optimizers(model)
-    settings = {name: globals()[name] for name in GLOBALS}
-    start = dict(step=0, train_time=0.0, globals=settings)
-    if path:
-        start |= load_checkpoint(path, weights_alone, model, optimizers)
+    start = dict(step=0, train_time=0.0, globals=settings(), data=shards.contents)
+    if eval_only and not path and not init_from:
+        sys.exit("found no checkpoint to evaluate; give --resume or --init_from")
+    if path or init_from:
+        start |= load_checkpoint(path or Path(init_from), not path or eval_only, model, optimizers)
     if eval_only:
         val_loss, val_acc = evaluate(model, val_shards)
         if rank == 0:
             print(f"val_loss:{val_loss:.5f} val_acc:{val_acc:.4f}")
         return
-    for path in newest_first(checkpoint_folder) if rank == 0 else ():
-        if int(path.stem[5:]) > start["step"]:  # the run goes back to before it, or begins anew
-            path.rename(path.with_suffix(".abandoned"))
-    facts = (f"torch: {torch.__version__}\nhardware: {hardware()}\nworld_size: {world}\nstarted: {time.ctime()}\n"
-             f"parameters: {sum(p.numel() for p in model.parameters())}\n{parameter_table(model, optimizers)}\n")
-    parallel = model
-    if world > 1 and not fsdp:
-        parallel = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
-    warm_up(parallel, optimizers, train_shards)
-
-    # log
-    log = open_log(log_path, facts, settings) if rank == 0 else lambda line: None
-    first_step, train_time = start["step"], start["train_time"]
+    log = open_log(Path("logs", f"{run}.txt"), model) if rank == 0 else lambda *_: None
+    for newer in newest_first(folder) if rank == 0 else ():
+        if int(newer.stem[5:]) > start["step"]:  # the run goes back to before it, or begins anew
+            newer.rename(newer.with_suffix(".abandoned"))
     if resume:
         old = start["globals"] | {"resume": resume}
-        changed = ",".join(f"{name}={value}" for name, value in settings.items() if old.get(name) != value)
-        log(f"resumed:step:{first_step} world_size:{world} changed:{changed}")
-
-    # training: updates, and pauses between them, in which the clock stops
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, on_signal)
-    step, finite = first_step, True
-    report = ""  # loss, norm, lr of the last update; speeds since the last pause
-    while True:
-        last = step >= max_iters
-        validating = last or step % eval_interval == 0
-        val_loss, val_acc = evaluate(model, val_shards) if validating else (0.0, 0.0)
-        log(f"step:{step}/{max_iters}" + f" val_loss:{val_loss:.5f}" * validating + f" train_time:{train_time:.3f}s"
-            f" step_avg:{1000 * train_time / max(1, step):.2f}ms" + f" val_acc:{val_acc:.4f}" * validating + report)
-        stop = torch.tensor(float(bool(signals)), device=device)  # in effect if any rank got one
-        if world > 1:
-            dist.all_reduce(stop)
-        if not finite or not math.isfinite(val_loss):
-            log(f"diverged: no finite loss or gradient at update {step}; try --resume=PATH and a lower --learning_rate")
-            sys.exit(1)
-        if stop or step > first_step and (last or step % checkpoint_interval == 0):
-            content = dict(whole_state(model, optimizers), step=step, train_time=train_time, globals=settings,
-                           script=Path(__file__).name, vocab=train_shards.vocab, eot=train_shards.eot)
-            if rank == 0:
-                save_checkpoint(checkpoint_folder, content)
-        if last or stop:
-            break
-        next_pause = min(max_iters, *((step // n + 1) * n for n in (log_interval, eval_interval, checkpoint_interval)))
-        tokens, clock = (next_pause - step) * batch_size * block_size, time.perf_counter()
-        while step < next_pause:
-            loss, norm = update(step, parallel, optimizers, train_shards)
-            step += 1
-        torch.get_device_module(device).synchronize()
-        seconds = time.perf_counter() - clock
-        train_time, tokens_per_s = train_time + seconds, tokens / seconds
-        if world > 1:
-            dist.all_reduce(loss)
-        finite = math.isfinite(loss + norm)
-        report = (f" train_loss:{loss / world:.5f} grad_norm:{norm:.4f} lr:{learning_rate * lr_factor(step - 1):.6g}"
-                  f" tokens_per_s:{tokens_per_s:.0f} mfu:{mfu(model, tokens_per_s)}"
-                  f" time_left:{(max_iters - step) * batch_size * block_size / tokens_per_s:.0f}s")
-
-    # the end
-    if last:
-        rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        buffers = [t for opt in optimizers for entry in opt.state.values() for t in entry.values()]
-        state = sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in buffers)
-        most = torch.tensor([torch.cuda.max_memory_allocated() or rss, state], device=device)  # of any rank
-        if world > 1:
-            dist.all_reduce(most, dist.ReduceOp.MAX)
-        log(f"final val_loss:{val_loss:.5f} val_ppl:{math.exp(min(val_loss, 700)):.4f} val_acc:{val_acc:.4f}"
-            f" train_time:{train_time:.3f}s peak_memory_mib:{most[0] / 2**20:.0f}"
-            f" optimizer_state_mib:{most[1] / 2**20:.1f}")
+        changed = [f"{name}={value}" for name, value in settings().items() if old.get(name) != value]
+        changed += ["the data"] * (start["data"] != shards.contents)
+        log(f"resumed:step:{start['step']} world_size:{world} changed:{','.join(changed)}")
+    facts = dict(globals=settings(), data=shards.contents, vocab=shards.vocab, eot=shards.eot)
+    save = functools.partial(save_checkpoint, folder, model, optimizers, script=Path(__file__).name, **facts)
+    figures = train(model, optimizers, shards, val_shards, start["step"], start["train_time"], save, log)
+    if figures:
+        report(figures, optimizers, log)
     else:
-        log(f"stopped at update {step}; the same command with --resume={checkpoint_folder} goes on")
+        log("stopped; the same command with --resume=auto goes on")
     if world > 1 and device == "cuda":
-        dist.destroy_process_group()  # gloo's ends with the process: destroying it can wait for the GIL for ever
+        dist.destroy_process_group()  # gloo's ends with the process; destroying it may hang
+
+def report(figures, optimizers, log):
+    """The last line, with memory and optimizer state of the rank that has most."""
+    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    buffers = [t for opt in optimizers for entry in opt.state.values() for t in entry.values()]
+    state = sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in buffers)
+    most = torch.tensor([torch.cuda.max_memory_allocated() or rss, state], device=device) / 2**20
+    memory, state = over_ranks(most, dist.ReduceOp.MAX).tolist()
+    final = {name: figures[name] for name in ("val_loss", "val_acc", "train_time")}
+    log("final", final | dict(peak_memory_mib=memory, optimizer_state_mib=state), max_iters)
 
 if __name__ == "__main__":
     main(sys.argv[1:])

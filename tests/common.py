@@ -44,6 +44,7 @@ def on_ranks(world, **run):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
+    mp.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp"])  # imported once
     mp.start_processes(_rank, (world, port, run, os.getcwd()), world, start_method="forkserver")
 
 def _rank(rank, world, port, run, folder):
@@ -51,6 +52,8 @@ def _rank(rank, world, port, run, folder):
     os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank),
                        WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.path.insert(0, str(Path(run.get("script", "")).parent))  # a fork's optim.py, if it has one
+    sys.modules.pop("optim", None)
     train(**run)
 
 def write_shard(path, tokens, vocab=257, eot=256, ours=True):

@@ -59,11 +59,11 @@ def slow_saving(module):
 def full_disk(module):
     """From update 10 on no file may grow beyond 300 kB: a checkpoint would, the log does not."""
     save = module.save_checkpoint
-    def fails(folder, content):
-        if content["step"] == 10:
+    def fails(*args, step, **facts):
+        if step == 10:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
-        save(folder, content)
+        save(*args, step=step, **facts)
     module.save_checkpoint = fails
 
 def kills(count, duration, rng):
@@ -83,7 +83,7 @@ def stopped(which, name, rng):
     while not Path(f"checkpoints/{name}/step_{rng.randint(1, 5) * 2:08d}.pt").exists():
         time.sleep(0.005)
     os.kill(pid, which)
-    return end(pid) == 0 and "\nstopped at update" in Path(f"logs/{name}.txt").read_text()
+    return end(pid) == 0 and "\nstopped; " in Path(f"logs/{name}.txt").read_text()
 
 def damage(name, rng):
     end(start(name))
@@ -120,7 +120,7 @@ def torchrun_stopped(which, name):
     launcher = at_update_4(name)
     launcher.send_signal(which)
     launcher.wait()
-    return "\nstopped at update" in text(name) and torchrun(name).wait() == 0
+    return "\nstopped; " in text(name) and torchrun(name).wait() == 0
 
 def diverged(name):
     """Each of torchrun's starts ends so, and it ends with an error."""

@@ -36,7 +36,7 @@ def test_presets_are_the_papers(preset):
     family = preset.rpartition("-")[0]
     t = configured(preset, "--optimizer=muon-nsr")
     assert rest == [t.block_size, t.batch_size, t.max_iters, t.learning_rate, t.adam_lr, t.grad_clip, t.momentum,
-                    t.adam_beta1, t.adam_beta2, t.eval_interval]
+                    *t.adam_betas, t.eval_interval]
     assert FAMILIES[family] == (t.gamma, t.adam_eps, t.ns_eps, t.adjust_lr_fn, t.schedule, t.warmup_iters,
                                 t.min_lr_frac, t.dataset, t.val_dataset)
     assert (t.n_layer, t.n_embd, t.n_head, t.weight_decay, t.beta2) == (layers, width, heads, 0.1, 0.95)
@@ -48,7 +48,8 @@ def test_presets_are_the_papers(preset):
         model = t.Model(vocab)
     assert sum(p.numel() for p in model.parameters()) == matrices + tables * vocab * width + (2 * layers + 1) * width
     t.hardware = lambda: "NVIDIA H200"
-    assert float(t.mfu(model, 989e12)) == 6 * (matrices + vocab * width) + 12 * layers * width * rest[0]
+    flops = 6 * (matrices + vocab * width) + 12 * layers * width * rest[0]
+    assert t.mfu(model, 989e12) == pytest.approx(flops, rel=1e-12)
     t = configured(preset, "--optimizer=adamuon")
     assert (t.adjust_lr_fn, t.learning_rate) == ("frobenius", ADAMUON_LR.get(preset, rest[3]))
     t = configured(preset, "--optimizer=normuon")
@@ -91,16 +92,23 @@ def test_every_hyperparameter_reaches_its_optimizer(script):
     section = re.search(r"^# optimizer\n(.*?)^# schedule", (ROOT / script).read_text(), re.M | re.S)[1]
     values = {name: getattr(fresh(script), name) for name in re.findall(r"^(\w+) = ", section, re.M)}
     other = {name: value / 2 if type(value) is float else "frobenius" for name, value in values.items()}
-    other |= {"optimizer": "adamw", "ns_steps": 6}
+    other |= {"optimizer": "adamw", "ns_steps": 6, "ns_coefficients": (2, -1.5, 0.5), "adam_betas": (0.8, 0.9)}
     assert [name for name in other if groups(**{name: other[name]}) == groups()] == ["grad_clip"]
 
 @pytest.mark.parametrize("truncated", [False, True])
 def test_initialisation(truncated):
     t = fresh("train_llama.py", init_truncated=truncated)
     model = t.Model(320)
+    t.init_weights(model)
     assert (model.head.weight.abs().max() <= 0.04) == truncated and model.head.weight.abs().max() > 0.039
     deviation = 0.02 * (math.sqrt(1 - 4 * 0.05399 / 0.9545) if truncated else 1)  # of a normal cut at 2
     assert all(p.std().item() == pytest.approx(deviation, rel=0.03) for p in model.parameters() if p.ndim == 2)
+
+def test_activation_checkpointing_changes_no_gradient():
+    write_tiny()
+    plain, recomputed = (train(f"run{on}", script="train_llama.py", n_ffn=64, activation_checkpointing=on)
+                         for on in (False, True))
+    torch.testing.assert_close(recomputed["model"], plain["model"], rtol=0, atol=0)
 
 def test_the_llama_trains():
     write_tiny()
