@@ -204,7 +204,8 @@ def refused(pattern, *argv):
 
 @pytest.mark.parametrize("name, data, pattern", [
     ("a.txt", b"\xe9t\xe9", "a.txt: UnicodeDecodeError"),
-    ("a.jsonl.gz", gzip.compress(jsonl("abc"), mtime=0)[:-9], "EOF"),  # else workers collect tests of different names
+    # with a time in the file, workers would collect tests of different names
+    ("a.jsonl.gz", gzip.compress(jsonl("abc"), mtime=0)[:-9], "EOF(?!.*(UTF-8|--field))"),
     ("a.jsonl", b'\n{"body": "x"}', "a.jsonl, line 2: KeyError: 'text'.*--field"), ("a.parquet", b"PAR1", "Arrow"),
     ("a.jsonl", jsonl(["a"] * 300) + b'{"text": "cut', "a.jsonl, line 301: JSONDecodeError"),
     ("a.jsonl", '{"text": 5}', "line 1: AttributeError"), ("a.png", b"x", "expected"), ("a.md", b"", "expected text")])
@@ -274,6 +275,98 @@ def test_of_others_shards_one_line_says_what_was_found_and_what_to_run(capsys):
     prepare.main(["import", "data/llmc", "--name", "mine"])
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("data/mine has no val tokens: ") and last.endswith("--dataset=mine --val_dataset=ANOTHER")
+
+ODD = ["a[1]", "a*", "a?", "{a,b}", "x::a", "file:", "~", "[!a]", "%41", "a b#"]
+
+@pytest.mark.parametrize("ending, pack", [
+    (".jsonl", bytes), (".json.gz", gzip.compress), (".jsonl.zst", zstandard.compress), (".txt", bytes),
+    (".parquet", lambda data: parquet([json.loads(data)["text"]])), (".bin", lambda data: data[10:12])])
+def test_no_name_is_a_pattern_or_an_address(ending, pack):
+    for name in ["a1", "ab", "b", *ODD]:
+        write(f"in/{name}/{name}_train{ending}", pack(jsonl([name])))
+    if ending == ".bin":
+        for n, name in enumerate(ODD):
+            prepare.main(["import", f"in/{name}", f"--name=n{n}"])
+            assert tokens(f"n{n}", "train").tobytes() == pack(jsonl([name]))
+        return
+    prepare.main(["text", "--name=mine", "--val_fraction=0", "--input", *(f"in/{name}" for name in ODD)])
+    assert texts("mine", "train") == [jsonl([name]).decode() if ending == ".txt" else name for name in ODD]
+
+def test_an_import_refuses_ids_of_another_width():
+    ids = np.random.default_rng(0).integers(0, 50257, 4000)
+    sparse = np.where(ids % 9, 0, ids)
+    for width in "<i4", "<u4", "<i8", "<u8":
+        for part in ids, ids % 65, sparse, ids % 50000 + 65536 * (ids % 2):
+            write("wide/train.bin", part.astype(width).tobytes())
+            refused("wide/train.bin .* ids of 32 bits or 64.*tokenize the text", "import", "wide", "--name=wide")
+    assert os.listdir() == ["wide"]
+    for n, part in enumerate([ids, ids % 3, sparse, ids * 0, [5, 0], np.repeat([7, 0, 0, 0], 99)]):
+        write(f"n{n}/train.bin", np.asarray(part, "<u2").tobytes())
+        prepare.main(["import", f"n{n}", f"--name=n{n}"])
+        assert np.array_equal(tokens(f"n{n}", "train"), part)
+
+def test_what_is_held_out_is_not_trained_on(capsys):
+    """By whole words of its name or its folders': contest is not left out, nor is latest."""
+    for n, name in enumerate([
+            "val", "b/Validation/0", "train/valid", "contest_train", "latest/train", "train/interval",
+            "test", "a/my-test_01", "test/0", "train/Test/0", "train.dev"]):
+        write(f"ids/{name}.bin", np.array([n], "<u2").tobytes())
+        write(f"in/{name}.txt", str(n))
+    write("ids/part0.bin", np.array([99], "<u2").tobytes())
+    for left_out, argv in (6, ["import", "ids", "--name=ids"]), (5, COMMAND):
+        prepare.main(argv)
+        assert f"left out: {left_out} " in capsys.readouterr().out.splitlines()[0]
+    for split, numbers in ("val", [0, 1, 2]), ("train", [3, 4, 5]):
+        assert sorted(tokens("ids", split)) == numbers == sorted(map(int, texts("mine", split)))
+    for path in "in/test", "in/test.txt", "in/test/0.txt":
+        refused("expected text", "text", "--name=no", "--input", path)
+    refused("named train or val", "import", "ids/test/", "--name=no")
+
+def test_capitals_and_links_are_read_and_hidden_files_counted(capsys):
+    write("in/A.TXT", b"\xef\xbb\xbfmarked")
+    write("in/B.JSONL", b"\xef\xbb\xbf" + jsonl(["record"]))
+    write("elsewhere/C.Md", "linked")
+    for name in "in/._a.txt", "in/.git/b.txt", "in/c.png":
+        write(name, b"\xff")
+    for link, target in ("in/link", "../elsewhere"), ("in/once_more", "link"), ("in/loop", "."), ("elsewhere/up", ".."):
+        os.symlink(target, link)
+    prepare.main([*COMMAND, "--val_fraction=0"])
+    assert texts("mine", "train") == ["marked", "record", "linked"]
+    assert "left out: 3 " in capsys.readouterr().out.splitlines()[0]
+
+def test_a_part_without_rows_holds_no_documents():
+    write("in/a.parquet", parquet([]))
+    with pyarrow.parquet.ParquetWriter("in/b.parquet", schema := pyarrow.schema({"text": "string"})) as file:
+        for rows in [], ["r0"], [], ["r1"]:
+            file.write_table(pyarrow.table({"text": rows}, schema))
+    prepare.main([*COMMAND, "--val_fraction=0"])
+    assert texts("mine", "train") == ["r0", "r1"]
+
+@pytest.mark.parametrize("mended", [4, 5000])  # bytes
+def test_when_a_damaged_file_is_mended_the_same_command_goes_on(mended, monkeypatch):
+    monkeypatch.setattr(prepare, "GROUP", 1000)
+    for name, damaged, *command in [("txt", b"\xff" * 1500, "text", "--input"), ("bin", b"odd", "import")]:
+        command = [*command, "in", f"--name={name}", "--val_fraction=0"]
+        write(f"in/a/train.{name}", "a" * 998)
+        write(f"in/b/train.{name}", damaged)
+        refused(f"b/train.{name}: .*{'UTF-8' if name == 'txt' else ''}", *command)
+        first = f"{name}_train_000001.bin"
+        done = os.stat(f"data/{name}.partial/{first}").st_mtime_ns
+        write(f"in/b/train.{name}", "b" * mended)
+        prepare.main(command)
+        prepare.main(command)
+        assert os.stat(f"data/{name}/{first}").st_mtime_ns == done  # not made again
+        found = tokens(name, "train")
+        expected = [*b"a" * 998, 256, *b"b" * mended, 256] if name == "txt" else [24929] * 499 + [25186] * (mended // 2)
+        assert found.tolist() == expected
+        write(f"in/a/train.{name}", "b" * 998)
+        refused("holds something else", *command)
+
+@pytest.mark.parametrize("flag", ["--workers=0", "--workers=-1", "--tokens=inf", "--tokens=nan"])
+def test_a_number_is_a_number(flag, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        prepare.main([flag])
+    assert flag.split("=")[0] in capsys.readouterr().err.splitlines()[-1]
 
 class Hub(http.server.BaseHTTPRequestHandler):
     """What huggingface_hub asks of a Hub, for the files in hub/REPO, at the pinned revisions only."""
