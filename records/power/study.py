@@ -18,12 +18,12 @@ MODEL = "--n_layer=2 --n_embd=128 --n_head=2 --block_size=128 --val_tokens=13107
 RATES = [0.0003, 0.00043, 0.0006, 0.0009, 0.0012, 0.0018, 0.0025, 0.0035, 0.005, 0.007, 0.01, 0.014, 0.02, 0.028, 0.04]
 children, stopped = set(), threading.Event()
 
-def loss(settings: str) -> float:
+def loss(settings: str, script: str = "train_gpt.py") -> float:
     """The final validation loss of a run, which is made or finished if need be; infinite where it diverged."""
     if stopped.is_set():
         raise SystemExit
-    command = [sys.executable, "tools/sweep.py", "train_gpt.py", *settings.split()]
-    name, = sweep.grid(Path("train_gpt.py"), sweep.parse(settings.split(), sys.exit))
+    command = [sys.executable, "tools/sweep.py", script, *settings.split()]
+    name, = sweep.grid(Path(script), sweep.parse(settings.split(), sys.exit))
     log = Path("logs", f"{name}.txt")
     found = re.findall(r"^final val_loss:(\S+)", log.read_text() if log.exists() else "", re.M)
     if not found:
@@ -40,10 +40,13 @@ def loss(settings: str) -> float:
 def rule(power: float) -> str:
     return "--optimizer=muon" if power == 0 else f"--optimizer=muon-vs --power={power:g}"
 
-def run(cell: str, power: float, rates: tuple[int, float], seed: int) -> float:
-    """rates: index of learning_rate in RATES, adam_lr."""
+def run(cell: str, power: float, rates: tuple[int, float], seed: int, script: str = "train_gpt.py") -> float:
+    """rates: index of learning_rate in RATES, adam_lr. What the cell says comes after the model's flags."""
     learning_rate, adam_lr = RATES[rates[0]], rates[1]
-    return loss(f"{MODEL} {cell} {rule(power)} --adam_lr={adam_lr:g} --learning_rate={learning_rate:g} --seed={seed}")
+    named = [word.partition("=")[0] for word in cell.split()]
+    model = " ".join(word for word in MODEL.split() if word.partition("=")[0] not in named)
+    rest = f"{rule(power)} --adam_lr={adam_lr:g} --learning_rate={learning_rate:g} --seed={seed}"
+    return loss(f"{model} {cell} {rest}", script)
 
 def tuned(cell: str, power: float, start: tuple[float, float]) -> tuple[int, float]:
     """The best rates on seed 101: (index of learning_rate, adam_lr)."""
@@ -64,8 +67,10 @@ CELLS = {  # flags of a cell: where the searches start, by power
                                                                           1: (0.007, 0.01)},
 }
 
-def the_line(pool: ThreadPoolExecutor) -> None:
-    """Part 3: tuned powers 0, 0.5 and 1; 0.25 and 0.75 at the rates of either neighbour; then seeds 1 to 8."""
+def the_line(pool: ThreadPoolExecutor) -> dict:
+    """Part 3: tuned powers 0, 0.5 and 1; 0.25 and 0.75 at the rates of either neighbour; then seeds 1 to 8. Returns the
+    rates of each power, and the best one between 0 and 1, by cell and corpus."""
+    found = {}
     for flags, starts in CELLS.items():
         for dataset in "english", "pysrc":
             cell = flags.format(dataset)
@@ -76,8 +81,44 @@ def the_line(pool: ThreadPoolExecutor) -> None:
                 rates[power] = at
             best = min(set(rates) - {0, 1}, key=lambda power: run(cell, power, rates[power], 101))
             print(f"{cell}: best rates {rates}, best power {best}", flush=True)
-            list(pool.map(lambda arm: run(cell, arm[1], rates[arm[1]], arm[0]),
-                          [(seed, power) for seed in range(1, 9) for power in (0, best, 1)]))
+            seeds(pool, cell, {power: rates[power] for power in (0, best, 1)}, 8)
+            found[flags, dataset] = rates, best
+    return found
+
+def seeds(pool: ThreadPoolExecutor, cell: str, arms: dict, count: int, script: str = "train_gpt.py") -> None:
+    """arms: power -> rates. The arms of a seed are neighbours in time."""
+    list(pool.map(lambda arm: run(cell, arm[1], arms[arm[1]], arm[0], script),
+                  [(seed, power) for seed in range(1, count + 1) for power in arms]))
+
+def doubts(pool: ThreadPoolExecutor, found: dict) -> None:
+    """Part 4, in the first cell: a constant learning rate; weight decay; fewer Newton-Schulz steps."""
+    cell = next(iter(CELLS))
+    for dataset in "english", "pysrc":
+        rates, best = found[cell, dataset]
+        arms = {power: rates[power] for power in (0, best, 1)}
+        seeds(pool, cell.format(dataset) + " --schedule=constant", arms, 4)
+        for steps in 3, 2:
+            seeds(pool, f"{cell.format(dataset)} --ns_steps={steps}", {best: rates[best]}, 4)
+    for decay in 0, 0.3:
+        arms = {power: rates[power] for power in (0, best)}
+        seeds(pool, f"{cell.format('pysrc')} --weight_decay={decay}", arms, 4)
+
+def others(pool: ThreadPoolExecutor, found: dict) -> None:
+    """Parts 5 and 6: the demo's model; English in GPT-2's vocabulary (data/english-gpt2); the Llama of records/map."""
+    cell = list(CELLS)[-1]
+    best = found[cell, "pysrc"][1]
+    demo = "--preset=demo --n_layer=4 --n_embd=256 --n_head=4 --block_size=256 --val_tokens=262144"
+    demo_rates = {0: (RATES.index(0.005), 0.02), best: (RATES.index(0.005), 0.01), 1: (RATES.index(0.005), 0.01)}
+    seeds(pool, f"{demo} --max_iters=600", demo_rates, 4)
+    seeds(pool, f"{demo} --max_iters=2400", {power: demo_rates[power] for power in (0, best)}, 2)
+
+    english = cell.format("english-gpt2")
+    arms = dict(zip((0, best, 1), pool.map(lambda power: tuned(english, power, (0.005, 0.01)), (0, best, 1))))
+    seeds(pool, english, arms, 4)
+
+    llama = cell.format("pysrc") + " --n_ffn=352"
+    rates = {0: (RATES.index(0.007), 0.02), best: (RATES.index(0.005), 0.01), 1: (RATES.index(0.0035), 0.01)}
+    seeds(pool, llama, rates, 8, "train_llama.py")
 
 def stop(*_) -> None:
     stopped.set()
@@ -88,4 +129,6 @@ if __name__ == "__main__":
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
     with ThreadPoolExecutor(2) as pool:
-        the_line(pool)
+        found = the_line(pool)
+        doubts(pool, found)
+        others(pool, found)
