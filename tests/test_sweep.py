@@ -13,7 +13,7 @@ if flags["optimizer"] == "broken":
     sys.exit("no such optimizer")
 path, line = f"logs/{flags['run_name']}.txt", "=" * 100 + "\\n"
 if not os.path.exists(path):
-    head = "".join(f"--{name}={x}\\n" for name, x in flags.items())
+    head = "".join(f"--{name}={x}\\n".replace(",", ", ") for name, x in flags.items())  # as Python prints tuples
     open(path, "w").write(line.join(["source\\n", "final quoted\\n", head, ""]))
 with open(path, "a", buffering=1) as log:
     for step in range(open(path).read().count("step:"), 3):
@@ -38,10 +38,12 @@ def test_grid_and_names():
     axes = sweep.parse(["--optimizer=muon,muon-vs", "--learning_rate=0.005", "--n_layer=2", "--seed=1..2,7"], None)
     runs = sweep.grid(sweep.Path("a/train_gpt.py"), axes)
     assert list(runs) == [f"gpt-{name}-lr0.005-seed{seed}" for name in ("muon", "muon-vs") for seed in (1, 2, 7)]
+    betas = sweep.parse(["--adam_betas=(0.9, 0.95),(0.8,0.9)", "--ns_steps=3, 5"], None)
+    assert betas == dict(adam_betas=["(0.9,0.95)", "(0.8,0.9)"], ns_steps=["3", "5"])
     assert runs["gpt-muon-lr0.005-seed7"] == dict(optimizer="muon", learning_rate="0.005", n_layer="2", seed="7")
 
 def test_finished_runs_are_skipped_and_cut_ones_resumed(folder):
-    flags = ["--n_layer=2", "--optimizer=muon,muon-vs", "--seed=1..2"]
+    flags = ["--n_layer=2", "--optimizer=muon,muon-vs", "--adam_betas=(0.9,0.95)", "--seed=1..2"]
     assert end(start(*flags))[1] == 0
     logs = sorted(folder.iterdir())
     assert [path.stem for path in logs] == [f"fake-{name}-seed{i}" for name in ("muon", "muon-vs") for i in (1, 2)]

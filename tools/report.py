@@ -20,6 +20,7 @@ from scipy import stats
 
 SHARES = np.array([0.2, 0.4, 0.6, 0.8, 1.0])  # of the budget: where losses are shown, and the targets of speedups
 ENDS = ["val_loss", "val_acc", "optimizer_state_mib", "peak_memory_mib"]
+FACTS = "param_dtype parameters params device hardware device_name world_size torch compile".split()  # [3:]: of clocks
 CURVES = {"validation loss": "val_loss", "smoothed validation loss": "val_loss", "smoothed training loss": "train_loss",
           "next-token accuracy": "val_acc"}
 RUN_SETTINGS = set("""  seed preset run_name resume micro_batch_size activation_checkpointing log_interval eval_interval
@@ -46,7 +47,6 @@ class Run:
         head = parts[2] if self.ours else f"--optimizer={Path(name).absolute().parent.name}"
         self.settings = dict(re.findall(r"^--(\w+)=(.*?)(?:\.0)?$", head, re.M))
         self.facts = dict(re.findall(r"^(\w+): (.*)$", head, re.M))
-        self.settings |= {"dtype": x.split()[0] for key, x in self.facts.items() if key == "dtype_used"}  # not auto
         self.title = re.search(r"python train_(gpt|llama)\.py|$", self.source)[1] or "runs"  # its own first command
         self.unit = "nats per byte" if self.settings.get("dataset") == "pysrc" else "nats per token"
         self.read(parts[3] if self.ours else "".join(parts[1:] or parts))
@@ -62,7 +62,7 @@ class Run:
             if line.startswith("resumed:step:"):
                 step, self.final, self.problem = int(re.match(r"resumed:step:(\d+)", line)[1]), {}, ""
                 points = {k: point for k, point in points.items() if k <= step}
-                changed = dict(re.findall(r"(\w+)=(.*?)(?:\.0)?(?=,|$)", line.partition(" changed:")[2]))
+                changed = dict(re.findall(r"(\w+)=(.*?)(?:\.0)?(?=,\w+=|,the data|$)", line.partition(" changed:")[2]))
                 self.settings |= changed | {"resumed": str(step)} if changed.keys() - RUN_SETTINGS else {}
             elif self.final:
                 continue  # the sample is any text
@@ -153,6 +153,8 @@ class Experiment:
         rows = [Row(peers) for peers in group(runs, lambda run: (run.seed == tuned_on, sorted(run.config.items())))]
         self.tuning = [row for row in rows if tuned_on in row.runs]
         self.rows = [row for row in rows if tuned_on not in row.runs]
+        facts = [run.settings | run.facts for row in self.rows for run in row.runs.values()]  # whose clocks may differ
+        self.doubts = [f"no times, as {key} differs" for key in FACTS[3:] if len({x.get(key) for x in facts}) > 1]
         for peers in group(rows, lambda row: row.optimizer):
             for row in peers:  # its name has what sets it apart
                 shown = [f"{key}={x}" for key, x in row.config.items() if key in ("lr", "updates") or key == "gamma"
@@ -185,8 +187,7 @@ def experiments(runs: list[Run], baseline: str, tuned_on: str) -> list[list[Expe
 def describe(runs: list[Run]) -> str:
     """Model, data, budget, schedule and precision: all settings that the runs share; then the machines."""
     facts = pd.DataFrame([run.settings | run.facts for run in runs])
-    names = "param_dtype parameters params device hardware device_name world_size torch".split()
-    lines = [f"- {name}: {' and '.join(sorted(set(facts[name].dropna())))}" for name in names if name in facts]
+    lines = [f"- {name}: {' and '.join(sorted(set(facts[name].dropna())))}" for name in FACTS[:-1] if name in facts]
     shared = [f"{key}={x}" for key, x in runs[0].shared.items() if x and all(run.shared.get(key) == x for run in runs)]
     return "\n".join(["", "- " + (" ".join(shared) or "settings: those of the logs' sources"), *lines, ""])
 
@@ -201,13 +202,11 @@ def reach(x, loss, target: float) -> float:
     """First x, linear between points, where loss has come down to the target; nan if it starts lower or never does."""
     x, loss = np.asarray(x, float), np.asarray(loss, float)
     i = int(np.argmax(loss <= target))
-    if loss[i] > target or loss[0] < target:
-        return math.nan
-    return float(np.interp(target, loss[[i, i - 1]], x[[i, i - 1]])) if i else float(x[0])
+    ends = [i, max(i - 1, 0)]
+    return math.nan if loss[i] > target or loss[0] < target else float(np.interp(target, loss[ends], x[ends]))
 
 def saved(lengths, base, row) -> float:
-    """Final losses of runs of these lengths -> share by which the row's last can be shorter, linear in log(length), to
-    end at the baseline's; if it ends above, less the share by which that one's can be. nan: below the shortest."""
+    """From final losses of runs of these lengths what `gains` calls updates saved, as a share; nan for its –."""
     if row[-1] > base[-1]:
         return -saved(lengths, row, base)
     return 1 - math.exp(reach(np.log(lengths), row, base[-1])) / lengths[-1]
@@ -271,8 +270,15 @@ def speedups(e: Experiment, name: str, clock: bool) -> str:
         lines.append({"": row.label} | {
             f"{share:.0%}: {target:.4f}": number(mean, 2) + f" ({number(seeds, 2)})" * (len(seeds) > 1)
             for share, target, (*seeds, mean) in zip(SHARES, targets["mean"], np.transpose(times))})
+        if clock:
+            then = pd.Series({s: np.interp(base_x[s].iloc[-1], x[s], loss[s]) for s in loss if s in targets})
+            for key, y, sign in ("loss then", then, ""), ("Δ then", base_loss.iloc[-1][then.index] - then, "+"):
+                lines[-1][key] = number(y["mean"], 4, sign) + f" ({number(y[:-1], 4, sign)})" * (len(y) > 2)
     return markdown(f"Speedup over {e.base.label} in {'training time' if clock else 'updates'}, to its {name} "
-                    "at shares of its updates: of mean curves (seed by seed). –: not reached (by one at least).", lines)
+                    "at shares of its updates: of mean curves (seed by seed). –: not reached (by one at least)." +
+                    " Then: when the baseline's run ended, linear between points; one that ended sooner has its last "
+                    "loss. A curve read before its end is not what a run of that length gives, for its rate is high: "
+                    "Δ is rather too low. Clocks compare only if each run had the machine to itself." * clock, lines)
 
 def gains(family: list[Experiment], baseline: str, path: Path) -> list[str]:
     """The map: a row of a table for each cell and optimizer, and a panel for each optimizer that has several cells."""
@@ -310,8 +316,7 @@ def zeroshot(specs: list[str]) -> str:
         data = json.loads(Path(file).read_text(encoding="utf-8"))
         models.setdefault(name or Path(data.get("model_name", file)).name, {}).update(data["results"])
         for key, task in itertools.product(["versions", "n-shot", "n-samples"], ZEROSHOT.keys() & data["results"]):
-            found = data.get(key, {}).get(task)
-            if found != (expected := seen.setdefault((key, task), found)):
+            if (found := data.get(key, {}).get(task)) != (expected := seen.setdefault((key, task), found)):
                 sys.exit(f"{file}: {key} of {task} is {found}, of a file before it {expected}; compare like with like")
     scores = pd.DataFrame({name: {f"{task} ({metric})": 100 * results.get(task, {}).get(f"{metric},none", math.nan)
                                   for task, metric in ZEROSHOT.items()} for name, results in models.items()})
@@ -353,22 +358,18 @@ def sweep(path: Path, rows: list[Row], key: str) -> list[str]:
     """Final loss over a hyperparameter, a line for each optimizer that has several values; nothing if none has."""
     lines = {without(peers[0], key): [(float(row.config[key]), *interval(row.final)) for row in peers]
              for peers in group(rows, lambda row: without(row, key)) if len(peers) > 1}
-    if not lines:
-        return []
     ticks = sorted({x for line in lines.values() for x, *_ in line})
     lines |= {row.label: [(x, *interval(row.final)) for x in ticks]
               for row in rows if key == "gamma" and "nsr" not in row.optimizer}
     seeds = {seed for row in rows for seed in row.runs}
-    axes = dict(title=f"seed {min(seeds)}" * (len(seeds) == 1), xlabel=SWEEPS[key], xscale="log", xticks=ticks,
-                xticklabels=ticks, ylabel=f"final validation loss ({rows[0].unit})")
-    return plot(path, [(axes, lines)], 1, "o")
-
-# ---- Main ------------------------------------------------------------------------------------------------------------
+    axes = dict(title=f"seed {' '.join(seeds)}" * (len(seeds) == 1), xlabel=SWEEPS[key], xscale="log", xticks=ticks,
+                xticklabels=ticks, ylabel=f"final validation loss ({' '.join({row.unit for row in rows})})")
+    return plot(path, [(axes, lines)], 1, "o") if ticks else []
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("logs", nargs="*", help="logs, folders with *.txt, archives of them")
-    parser.add_argument("--out", default="report", help="folder for report.md and PNGs")
+    parser.add_argument("--out", type=Path, default="report", help="folder for report.md and PNGs")
     parser.add_argument("--only", default="", metavar="REGEX", help="leave out logs whose path it does not match")
     parser.add_argument("--baseline", default="muon", help="an optimizer, or the name of a row")
     parser.add_argument("--tuned_on", default="", metavar="SEED", help="a seed that only chooses each optimizer's row")
@@ -381,27 +382,27 @@ def main(argv: list[str]) -> None:
     runs, repeats, notes = read_logs(args.logs, args.only, args.by_code)
     if not runs and not args.zeroshot:
         parser.error("no whole run among these logs. " + "; ".join(notes))
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
+    args.out.mkdir(parents=True, exist_ok=True)
     families = experiments(runs, args.baseline, args.tuned_on)
-    report = sum((gains(family, args.baseline, out / f"{family[0].title}-map.png") for family in families), [])
+    report = sum((gains(family, args.baseline, args.out / f"{family[0].title}-map.png") for family in families), [])
     for e in sum(families, []):
-        notes += [f"{e.title}: {text}" for text in e.notes]
+        notes += [f"{e.title}: {text}" for text in e.notes + e.doubts * args.clock]
         report += [f"## {e.title}" + f": batch {e.batch}, {e.updates} updates" * (e.updates > 0), describe(e.runs)]
         report += [rates(e.tuning)] if e.tuning else []
         if e.rows:
             hidden = "validation loss" if args.smooth else "smoothed validation loss"
             names = [name for name in CURVES if name != hidden and all(len(row.curve(name)[1]) for row in e.rows)]
-            report += tables(e, names, args.clock)
+            clock = args.clock and not e.doubts
+            report += tables(e, names, clock)
             drawn = e.rows if len(e.rows) <= 10 else [*e.best.values()]
-            report += [] if args.tables else curves(out / f"{e.title}-curves.png", drawn, names, args.clock)
+            report += [] if args.tables else curves(args.out / f"{e.title}-curves.png", drawn, names, clock)
         for key in [] if args.tables else SWEEPS:
-            report += sweep(out / f"{e.title}-sweep-{key}.png", e.tried.get(key) or e.rows, key)
+            report += sweep(args.out / f"{e.title}-sweep-{key}.png", e.tried.get(key) or e.rows, key)
     report += [zeroshot(args.zeroshot)] if args.zeroshot else []
     report += [markdown("Final loss of runs of the same settings and seed.", repeats)] if repeats else []
     report += ["## Notes\n", *(f"- {text}" for text in notes)] if notes else []
-    (out / "report.md").write_text("\n".join(report) + "\n", encoding="utf-8")
-    print(*notes, f"wrote {out / 'report.md'}", sep="\n")
+    (args.out / "report.md").write_text("\n".join(report) + "\n", encoding="utf-8")
+    print(*notes, f"wrote {args.out / 'report.md'}", sep="\n")
 
 if __name__ == "__main__":
     main(sys.argv[1:])

@@ -3,10 +3,10 @@ Runs a grid of settings over a train script; the same command skips what is fini
 
     python tools/sweep.py train_gpt.py --optimizer=muon,muon-vs --learning_rate=0.005,0.01 --seed=1..4 --jobs=2
 
-Every --name=value goes to the script; lists a,b and ranges 1..4 are the axes. A run is named by what varies and by what
-NAMED lists, in the order given: gpt-muon-vs-lr0.005-seed1. --repeat=2 only names it: the same settings and seed again.
-What it prints stands in logs/RUN.out until it succeeds. Each of several jobs has its share of the cores and one GPU; as
-they share a machine, their clocks say nothing. On Ctrl-C, SIGTERM or SIGHUP runs save and stop.
+Every --name=value goes to the script; lists a,b and ranges 1..4 are the axes, (a,b) is one value. A run is named by
+what varies and by what NAMED lists, in the order given: gpt-muon-vs-lr0.005-seed1. --repeat=2 only names it: the same
+settings and seed again. What it prints stands in logs/RUN.out until it succeeds. Each of several jobs has its share of
+the cores and one GPU; as they share a machine, their clocks say nothing. On Ctrl-C, SIGTERM, SIGHUP runs save and stop.
 """
 import argparse, itertools, os, re, signal, subprocess, sys, time
 from pathlib import Path
@@ -22,7 +22,7 @@ def parse(words: list[str], error) -> dict[str, list[str]]:
         if not (match := re.fullmatch(r"--(\w+)=(.*)", word)) or match[1] in ("run_name", "resume"):
             error(f"found {word}, expected --name=value; --run_name and --resume are given by sweep.py")
         axes[match[1]] = []
-        for value in match[2].split(","):
+        for value in re.split(r",(?![^(]*\))", re.sub(", +", ",", match[2])):  # at commas outside parentheses
             ends = re.fullmatch(r"(\d+)\.\.(\d+)", value)
             axes[match[1]] += map(str, range(int(ends[1]), int(ends[2]) + 1)) if ends else [value]
     return axes
@@ -48,7 +48,7 @@ def finished(log: Path, settings: dict[str, str]) -> bool:
     return re.search(r"^final ", body, re.M) is not None
 
 def plain(value: str):
-    return float(value) if re.fullmatch(r"-?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", value) else value.lower()
+    return float(value) if re.fullmatch(r"-?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", value) else value.lower().replace(" ", "")
 
 def start(script: Path, name: str, settings: dict[str, str], job: int, jobs: int) -> subprocess.Popen:
     """Starts a run, in a session of its own: Ctrl-C reaches it through us, once."""
