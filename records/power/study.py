@@ -31,9 +31,10 @@ def loss(settings: str, script: str = "train_gpt.py") -> float:
         children.add(child)
         child.wait()
         children.remove(child)
-        found = re.findall(r"^final val_loss:(\S+)", log.read_text() if log.exists() else "", re.M)
-        if stopped.is_set():
-            raise SystemExit
+        text = log.read_text() if log.exists() else ""
+        found = re.findall(r"^final val_loss:(\S+)", text, re.M)
+        if stopped.is_set() or not found and "\ndiverged:" not in text:
+            raise SystemExit  # it was stopped
         print(f"{found[0] if found else 'inf'} {settings}", flush=True)
     return float(found[0]) if found else math.inf
 
