@@ -105,33 +105,34 @@ CHOICES = dict(preset=[name for name in PRESETS if "/" not in name], optimizer=[
                device=["cpu", "cuda"])
 AT_LEAST_1 = ["n_layer", "n_head", "n_embd", "block_size", "batch_size", "qkv_split", "log_interval",
               "eval_interval", "checkpoint_interval"]  # other numbers may be 0
-rank, local_rank, world = (int(os.environ.get(name, default)) for name, default in
-                           [("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)])  # as torchrun sets them
+rank = int(os.environ.get("RANK", 0))  # torchrun sets all three
+local_rank = int(os.environ.get("LOCAL_RANK", 0))
+world = int(os.environ.get("WORLD_SIZE", 1))
 
 def configure(argv):
     """Sets the globals: PRESETS[preset], then PRESETS["preset/optimizer"], then --name=value."""
     global micro_batch_size
-    flags = dict(word.removeprefix("--").split("=", 1) for word in argv if "=" in word)
-    name, rival = flags.get("preset", preset), flags.get("optimizer", optimizer)
-    overrides = PRESETS.get(name, {}) | PRESETS.get(f"{name}/{rival}", {})
-    if "dataset" in flags:
-        overrides.pop("val_dataset", None)
-    overrides = {name: x for name, x in overrides.items() if name not in flags and x != globals()[name]}
-    globals().update(overrides)
-
-    parser = argparse.ArgumentParser(
-        usage="%(prog)s --name=value ...", description=__doc__, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter)
-    comments = dict(re.findall(r"^(\w+) = .*?# (.+)$", SOURCES[0], re.M))
+    parser = argparse.ArgumentParser(usage="%(prog)s --name=value ..., or --help", add_help=False,
+                                     allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser.add_argument("--help", action="store_true")
     for name, value in settings().items():
         kind = {bool: boolean, tuple: numbers}.get(type(value), type(value))
-        parser.add_argument(f"--{name}", type=kind, choices=CHOICES.get(name), default=value,
-                            metavar=repr(value), help=comments.get(name, "").replace("%", "%%"))
-    if len(flags) < len(argv):
-        sys.stdout.reconfigure(errors="replace")  # for --help on a terminal without Greek letters
-    globals().update(vars(parser.parse_args(argv)))
-    if len(flags) < len(argv):
-        parser.error("expected --name=value, with =, and each name once")
+        parser.add_argument(f"--{name}", type=kind, choices=CHOICES.get(name))
+    flags = vars(parser.parse_args(argv))
+
+    name, rival = flags.get("preset", preset), flags.get("optimizer", optimizer)
+    overrides = PRESETS[name] | PRESETS.get(f"{name}/{rival}", {})
+    if "dataset" in flags:
+        overrides.pop("val_dataset", None)
+    overrides = {name: x for name, x in overrides.items() if name not in flags}
+    globals().update(overrides | flags)
+    if "help" in flags:
+        comments = dict(re.findall(r"^(\w+) = .*?# (.+)$", SOURCES[0], re.M))
+        print(__doc__)
+        for name, value in settings().items():
+            print(f"--{name}={value}".ljust(32), comments.get(name, ""))
+        sys.exit()
+
     for name, value in settings().items():
         least = 1 if name in AT_LEAST_1 else 0
         if type(value) in (int, float) and not least <= value < math.inf:

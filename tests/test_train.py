@@ -374,8 +374,8 @@ def test_help_lists_every_global_as_the_preset_has_it(capsys):
     with pytest.raises(SystemExit):
         t.main(["--help", "--preset=gpt2-small"])
     told = capsys.readouterr().out
-    assert all(f"--{name} " in told for name in t.GLOBALS) and "100% of the peak" in told
-    assert "--n_layer 12 " in told
+    assert all(f"\n--{name}=" in told for name in t.GLOBALS) and "100% of the peak" in told
+    assert "--n_layer=12 " in told
 
 def test_presets_flags_and_their_order():
     presets = {"demo": {}, "big": dict(n_layer=9, val_dataset="c4"), "big/muon": dict(n_layer=8, gamma=3.0)}
