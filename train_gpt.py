@@ -164,16 +164,13 @@ class Shards:
         self.files = sorted(self.folder.glob(f"*_{split}*.bin"))
         if not self.files:
             sys.exit(f"{self.folder} has no {split} shards; how to make them: python prepare.py --help")
-        windows, self.contents = [], []
+        self.contents, windows = [], []
         for file in self.files:
             header = np.fromfile(file, np.int32, 256).tolist()
-            if header[:1] == [20240801]:
-                sys.exit(f"{file} has ids of 32 bits; ours have 16: tokenize the text with prepare.py")
-            ours = len(header) == 256 and header[:2] == [20240520, 1]
-            if not ours or file.stat().st_size != 1024 + 2 * header[2]:
-                sys.exit(f"{file} is damaged or no token shard; run: python prepare.py verify {name}")
-            windows.append(max(0, header[2] - 1) // block_size)
+            if header[:2] != [20240520, 1] or file.stat().st_size != 1024 + 2 * header[2]:
+                sys.exit(f"{file} is damaged or no shard of 16-bit ids; run: python prepare.py verify {name}")
             self.contents.append(header[2:6])  # tokens, vocabulary, end of text, checksum
+            windows.append(max(0, header[2] - 1) // block_size)
         self.vocab, self.eot = header[3:5] if header[3] else (50257, 50256)  # others' shards have GPT-2's
         self.starts = np.cumsum([0, *windows])  # number of the first window of each shard, and of all windows
         self.n_windows = int(self.starts[-1])
@@ -183,10 +180,10 @@ class Shards:
     def read(self, windows):
         """Inputs and targets of the windows with these numbers, (B, T) int64 each."""
         rows = np.empty((len(windows), block_size + 1), np.int64)
-        for row, window in zip(rows, map(int, windows)):
-            shard = int(np.searchsorted(self.starts, window, "right")) - 1
-            start = (window - int(self.starts[shard])) * block_size
-            row[:] = open_shard(self.files[shard])[start:start + block_size + 1]
+        for row, window in zip(rows, windows):
+            shard = np.searchsorted(self.starts, window, "right") - 1
+            first = (window - self.starts[shard]) * block_size
+            row[:] = np.fromfile(self.files[shard], np.uint16, block_size + 1, offset=1024 + 2 * first)
         if rows.max(initial=0) >= self.vocab:
             sys.exit(f"{self.folder} has the id {rows.max()}, beyond its tokenizer's {self.vocab}")
         tokens = torch.from_numpy(rows)
@@ -199,10 +196,6 @@ class Shards:
         has each window once, in an order of its own."""
         places = [divmod(i, self.n_windows) for i in range(first, first + count)]
         return self.read([permutation(self.n_windows, seed, epoch)[place] for epoch, place in places])
-
-@functools.lru_cache(64)  # a process on macOS may have 256 open files
-def open_shard(file):
-    return np.memmap(file, np.uint16, "r", 1024)
 
 @functools.lru_cache(2)
 def permutation(n, *key):
