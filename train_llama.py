@@ -18,8 +18,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy as Policy, fully_shard
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -293,8 +293,8 @@ class Model(nn.Module):
         self.head = nn.Linear(n_embd, vocab, bias=False)
         width = n_embd // n_head
         angles = np.outer(np.arange(block_size), 10_000 ** -(np.arange(0, width, 2) / width))
-        for name, of in ("cos", np.cos), ("sin", np.sin):
-            self.register_buffer(name, torch.tensor(of(angles), dtype=torch.float32), persistent=False)
+        self.register_buffer("cos", torch.tensor(np.cos(angles), dtype=torch.float32), persistent=False)
+        self.register_buffer("sin", torch.tensor(np.sin(angles), dtype=torch.float32), persistent=False)
         if tied:
             self.head.weight = self.embed.weight
 
@@ -321,10 +321,11 @@ def init_weights(model):
 
 def build_optimizers(model):
     """Muon for what has two or more dimensions inside blocks and AdamW for the rest, or AdamW for all."""
-    fused = [p for name, p in model.blocks.named_parameters() if name.endswith("qkv.weight")]
-    matrices = [p for p in model.blocks.parameters() if p.ndim >= 2 and p not in {*fused}]
+    inside = {p: name for name, p in model.blocks.named_parameters() if p.ndim >= 2}
+    fused = [p for p, name in inside.items() if name.endswith("qkv.weight")]
+    matrices = [p for p, name in inside.items() if not name.endswith("qkv.weight")]
     tables = list(dict.fromkeys([model.embed.weight, model.head.weight]))  # one if they are tied
-    others = [p for p in model.parameters() if p not in {*fused, *matrices, *tables}]  # gains
+    others = [p for p in model.parameters() if p not in {*inside, *tables}]  # gains
     adam = [dict(params=tables, lr=adam_lr, weight_decay=weight_decay),
             dict(params=others, lr=adam_lr, weight_decay=0)]
     optimizers = []
@@ -351,13 +352,14 @@ def lr_factor(step):
     """Both learning rates as a fraction of their peaks, at updates 0 to max_iters - 1."""
     if step < warmup_iters:
         return (step + 1) / warmup_iters
+    if schedule == "constant":
+        return 1.0
     if schedule == "cosine":
         done = (step - warmup_iters) / max(1, max_iters - warmup_iters)
-        return min_lr_frac + (1 - min_lr_frac) * 0.5 * (1 + math.cos(math.pi * done))
+        left = 0.5 * (1 + math.cos(math.pi * done))
     if schedule == "wsd":
-        left = (max_iters - step) / max(1.0, decay_frac * max_iters)
-        return min_lr_frac + (1 - min_lr_frac) * min(1.0, left)
-    return 1.0
+        left = min(1.0, (max_iters - step) / max(1.0, decay_frac * max_iters))
+    return min_lr_frac + (1 - min_lr_frac) * left
 
 def first_sequence(step):
     """The sequence of the run that update `step` begins with; it ends before that of update step + 1."""
@@ -369,14 +371,15 @@ def evaluate(model, shards):
     """Mean cross-entropy (nats per token) and accuracy over the first val_tokens, whatever the batch."""
     model.eval()
     total = min(max(1, val_tokens // block_size), shards.n_windows)
-    mine, sums = range(rank, total, world), torch.zeros(2, dtype=torch.float64, device=device)
-    for i in range(0, -(-total // world), micro_batch_size):  # as many on each rank, for FSDP
+    mine = range(rank, total, world)
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    for i in range(0, math.ceil(total / world), micro_batch_size):  # as many on each rank, for FSDP
         x_BT, y_BT = shards.read(mine[i:i + micro_batch_size])
         for logits_TV, y_T in zip(model(x_BT), y_BT):
             sums[0] += F.cross_entropy(logits_TV.float(), y_T, reduction="sum")
             sums[1] += (logits_TV.argmax(-1) == y_T).sum()
     model.train()
-    return tuple((over_ranks(sums) / (total * block_size)).tolist())
+    return (over_ranks(sums) / (total * block_size)).tolist()
 
 def over_ranks(value, op=dist.ReduceOp.SUM):
     if world > 1:
@@ -392,8 +395,9 @@ def mfu(model, tokens_per_s):
     return tokens_per_s * flops / (peaks[hardware()] * world) if hardware() in peaks else None
 
 def hardware():
-    cpu = f"{torch.cpu.get_capabilities().get('cpu_name', 'CPU')}, {torch.get_num_threads()} threads a rank"
-    return torch.cuda.get_device_name() if device == "cuda" else cpu
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    return f"{torch.cpu.get_capabilities().get('cpu_name', 'CPU')}, {torch.get_num_threads()} threads a rank"
 
 # ---- Checkpoints -------------------------------------------------------------------------------------------
 def save_checkpoint(folder, model, optimizers, **facts):
