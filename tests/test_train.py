@@ -327,6 +327,14 @@ def test_a_second_ctrl_c_ends_the_run_at_once():
     with pytest.raises(KeyboardInterrupt):
         train("twice", log_interval=4, meddle=press)
 
+@pytest.mark.parametrize("before, last", [(signal.SIG_DFL, 4), (signal.SIG_IGN, 8)])
+def test_a_run_saves_when_its_terminal_closes_and_under_nohup_goes_on(before, last):
+    def close(module):
+        module.set_schedules = lambda step, _: step == 2 and os.kill(os.getpid(), signal.SIGHUP)
+    earlier = signal.signal(signal.SIGHUP, before)
+    assert train("run", log_interval=4, meddle=close)["step"] == last
+    signal.signal(signal.SIGHUP, earlier)
+
 # ---- From a shell ----------------------------------------------------------------------------------------------------
 
 MISTAKES = {
