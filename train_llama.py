@@ -562,9 +562,10 @@ def update(step, model, optimizers, shards):
 signals = []  # that came
 
 def on_signal(number, frame):
-    """The run saves and stops at its next log line; Ctrl-C, from then on, ends it at once."""
+    """The run saves and stops at its next log line; a second Ctrl-C ends it at once."""
     signals.append(number)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if number == signal.SIGINT:
+        signal.signal(number, signal.default_int_handler)
 
 def train(model, optimizers, shards, val_shards, step, train_time, folder, log):
     """Updates, and pauses between them in which the clock stops. The first, which compiles, is not timed."""

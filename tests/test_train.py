@@ -318,10 +318,10 @@ def test_ranks_that_begin_with_other_weights_are_one_model():
     torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 def test_a_second_ctrl_c_ends_the_run_at_once():
-    """SIGTERM, which torchrun sends after Ctrl-C, does not."""
+    """SIGTERM, which launchers send with Ctrl-C, does not."""
     def press(module):
         module.set_schedules = lambda step, _: [os.kill(os.getpid(), number) for number in signals.get(step, [])]
-    signals = {2: [signal.SIGINT, signal.SIGTERM]}
+    signals = {2: [signal.SIGTERM, signal.SIGINT, signal.SIGTERM]}
     assert train("once", log_interval=4, meddle=press)["step"] == 4
     signals[3] = [signal.SIGINT]
     with pytest.raises(KeyboardInterrupt):
