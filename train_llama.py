@@ -542,11 +542,8 @@ def update(step, model, optimizers, shards):
     micro_batches = range(first + rank * micro_batch_size, end, world * micro_batch_size)
     loss = 0.0
     for start in micro_batches:
-        reduce = start == micro_batches[-1]  # gradients over ranks, once
-        if world > 1 and fsdp:
-            model.set_requires_gradient_sync(reduce)
-        elif world > 1:
-            model.require_backward_grad_sync = reduce  # DDP's
+        if world > 1 and not fsdp:  # DDP reduces gradients once; FSDP each time, as it keeps its rows alone
+            model.require_backward_grad_sync = start == micro_batches[-1]
         x_BT, y_BT = shards.batch(start, micro_batch_size)
         part = model(x_BT, y_BT) / len(micro_batches)
         part.backward()
