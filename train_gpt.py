@@ -18,8 +18,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy as Policy, fully_shard
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import optim
@@ -105,33 +105,34 @@ CHOICES = dict(preset=[name for name in PRESETS if "/" not in name], optimizer=[
                device=["cpu", "cuda"])
 AT_LEAST_1 = ["n_layer", "n_head", "n_embd", "block_size", "batch_size", "qkv_split", "log_interval",
               "eval_interval", "checkpoint_interval"]  # other numbers may be 0
-rank, local_rank, world = (int(os.environ.get(name, default)) for name, default in
-                           [("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)])  # as torchrun sets them
+rank = int(os.environ.get("RANK", 0))  # torchrun sets all three
+local_rank = int(os.environ.get("LOCAL_RANK", 0))
+world = int(os.environ.get("WORLD_SIZE", 1))
 
 def configure(argv):
     """Sets the globals: PRESETS[preset], then PRESETS["preset/optimizer"], then --name=value."""
     global micro_batch_size
-    flags = dict(word.removeprefix("--").split("=", 1) for word in argv if "=" in word)
-    name, rival = flags.get("preset", preset), flags.get("optimizer", optimizer)
-    overrides = PRESETS.get(name, {}) | PRESETS.get(f"{name}/{rival}", {})
-    if "dataset" in flags:
-        overrides.pop("val_dataset", None)
-    overrides = {name: x for name, x in overrides.items() if name not in flags and x != globals()[name]}
-    globals().update(overrides)
-
-    parser = argparse.ArgumentParser(
-        usage="%(prog)s --name=value ...", description=__doc__, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter)
-    comments = dict(re.findall(r"^(\w+) = .*?# (.+)$", SOURCES[0], re.M))
+    parser = argparse.ArgumentParser(usage="%(prog)s --name=value ..., or --help", add_help=False,
+                                     allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser.add_argument("--help", action="store_true")
     for name, value in settings().items():
         kind = {bool: boolean, tuple: numbers}.get(type(value), type(value))
-        parser.add_argument(f"--{name}", type=kind, choices=CHOICES.get(name), default=value,
-                            metavar=repr(value), help=comments.get(name, "").replace("%", "%%"))
-    if len(flags) < len(argv):
-        sys.stdout.reconfigure(errors="replace")  # for --help on a terminal without Greek letters
-    globals().update(vars(parser.parse_args(argv)))
-    if len(flags) < len(argv):
-        parser.error("expected --name=value, with =, and each name once")
+        parser.add_argument(f"--{name}", type=kind, choices=CHOICES.get(name))
+    flags = vars(parser.parse_args(argv))
+
+    name, rival = flags.get("preset", preset), flags.get("optimizer", optimizer)
+    overrides = PRESETS[name] | PRESETS.get(f"{name}/{rival}", {})
+    if "dataset" in flags:
+        overrides.pop("val_dataset", None)
+    overrides = {name: x for name, x in overrides.items() if name not in flags}
+    globals().update(overrides | flags)
+    if "help" in flags:
+        comments = dict(re.findall(r"^(\w+) = .*?# (.+)$", SOURCES[0], re.M))
+        print(__doc__)
+        for name, value in settings().items():
+            print(f"--{name}={value}".ljust(32), comments.get(name, ""))
+        sys.exit()
+
     for name, value in settings().items():
         least = 1 if name in AT_LEAST_1 else 0
         if type(value) in (int, float) and not least <= value < math.inf:
@@ -163,16 +164,13 @@ class Shards:
         self.files = sorted(self.folder.glob(f"*_{split}*.bin"))
         if not self.files:
             sys.exit(f"{self.folder} has no {split} shards; how to make them: python prepare.py --help")
-        windows, self.contents = [], []
+        self.contents, windows = [], []
         for file in self.files:
             header = np.fromfile(file, np.int32, 256).tolist()
-            if header[:1] == [20240801]:
-                sys.exit(f"{file} has ids of 32 bits; ours have 16: tokenize the text with prepare.py")
-            ours = len(header) == 256 and header[:2] == [20240520, 1]
-            if not ours or file.stat().st_size != 1024 + 2 * header[2]:
-                sys.exit(f"{file} is damaged or no token shard; run: python prepare.py verify {name}")
-            windows.append(max(0, header[2] - 1) // block_size)
+            if header[:2] != [20240520, 1] or file.stat().st_size != 1024 + 2 * header[2]:
+                sys.exit(f"{file} is damaged or no shard of 16-bit ids; run: python prepare.py verify {name}")
             self.contents.append(header[2:6])  # tokens, vocabulary, end of text, checksum
+            windows.append(max(0, header[2] - 1) // block_size)
         self.vocab, self.eot = header[3:5] if header[3] else (50257, 50256)  # others' shards have GPT-2's
         self.starts = np.cumsum([0, *windows])  # number of the first window of each shard, and of all windows
         self.n_windows = int(self.starts[-1])
@@ -182,10 +180,10 @@ class Shards:
     def read(self, windows):
         """Inputs and targets of the windows with these numbers, (B, T) int64 each."""
         rows = np.empty((len(windows), block_size + 1), np.int64)
-        for row, window in zip(rows, map(int, windows)):
-            shard = int(np.searchsorted(self.starts, window, "right")) - 1
-            start = (window - int(self.starts[shard])) * block_size
-            row[:] = open_shard(self.files[shard])[start:start + block_size + 1]
+        for row, window in zip(rows, windows):
+            shard = np.searchsorted(self.starts, window, "right") - 1
+            first = (window - self.starts[shard]) * block_size
+            row[:] = np.fromfile(self.files[shard], np.uint16, block_size + 1, offset=1024 + 2 * first)
         if rows.max(initial=0) >= self.vocab:
             sys.exit(f"{self.folder} has the id {rows.max()}, beyond its tokenizer's {self.vocab}")
         tokens = torch.from_numpy(rows)
@@ -198,10 +196,6 @@ class Shards:
         has each window once, in an order of its own."""
         places = [divmod(i, self.n_windows) for i in range(first, first + count)]
         return self.read([permutation(self.n_windows, seed, epoch)[place] for epoch, place in places])
-
-@functools.lru_cache(64)  # a process on macOS may have 256 open files
-def open_shard(file):
-    return np.memmap(file, np.uint16, "r", 1024)
 
 @functools.lru_cache(2)
 def permutation(n, *key):
@@ -266,8 +260,8 @@ class Model(nn.Module):
         self.head = nn.Linear(n_embd, vocab, bias=False)
         width = n_embd // n_head
         angles = np.outer(np.arange(block_size), 10_000 ** -(np.arange(0, width, 2) / width))
-        for name, of in ("cos", np.cos), ("sin", np.sin):
-            self.register_buffer(name, torch.tensor(of(angles), dtype=torch.float32), persistent=False)
+        self.register_buffer("cos", torch.tensor(np.cos(angles), dtype=torch.float32), persistent=False)
+        self.register_buffer("sin", torch.tensor(np.sin(angles), dtype=torch.float32), persistent=False)
 
     def forward(self, tokens_BT, targets_BT=None):
         """Mean cross-entropy in nats, a scalar; without targets the logits, (B, T, V)."""
@@ -291,10 +285,11 @@ def init_weights(model):
 
 def build_optimizers(model):
     """Muon for what has two or more dimensions inside blocks and AdamW for the rest, or AdamW for all."""
-    fused = [p for name, p in model.blocks.named_parameters() if name.endswith("qkv.weight")]
-    matrices = [p for p in model.blocks.parameters() if p.ndim >= 2 and p not in {*fused}]
+    inside = {p: name for name, p in model.blocks.named_parameters() if p.ndim >= 2}
+    fused = [p for p, name in inside.items() if name.endswith("qkv.weight")]
+    matrices = [p for p, name in inside.items() if not name.endswith("qkv.weight")]
     tables = list(dict.fromkeys([model.embed.weight, model.head.weight]))  # one if they are tied
-    others = [p for p in model.parameters() if p not in {*fused, *matrices, *tables}]  # gains
+    others = [p for p in model.parameters() if p not in {*inside, *tables}]  # gains
     adam = [dict(params=tables, lr=adam_lr, weight_decay=weight_decay),
             dict(params=others, lr=adam_lr, weight_decay=0)]
     optimizers = []
@@ -321,13 +316,14 @@ def lr_factor(step):
     """Both learning rates as a fraction of their peaks, at updates 0 to max_iters - 1."""
     if step < warmup_iters:
         return (step + 1) / warmup_iters
+    if schedule == "constant":
+        return 1.0
     if schedule == "cosine":
         done = (step - warmup_iters) / max(1, max_iters - warmup_iters)
-        return min_lr_frac + (1 - min_lr_frac) * 0.5 * (1 + math.cos(math.pi * done))
+        left = 0.5 * (1 + math.cos(math.pi * done))
     if schedule == "wsd":
-        left = (max_iters - step) / max(1.0, decay_frac * max_iters)
-        return min_lr_frac + (1 - min_lr_frac) * min(1.0, left)
-    return 1.0
+        left = min(1.0, (max_iters - step) / max(1.0, decay_frac * max_iters))
+    return min_lr_frac + (1 - min_lr_frac) * left
 
 def first_sequence(step):
     """The sequence of the run that update `step` begins with; it ends before that of update step + 1."""
@@ -339,14 +335,15 @@ def evaluate(model, shards):
     """Mean cross-entropy (nats per token) and accuracy over the first val_tokens, whatever the batch."""
     model.eval()
     total = min(max(1, val_tokens // block_size), shards.n_windows)
-    mine, sums = range(rank, total, world), torch.zeros(2, dtype=torch.float64, device=device)
-    for i in range(0, -(-total // world), micro_batch_size):  # as many on each rank, for FSDP
+    mine = range(rank, total, world)
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    for i in range(0, math.ceil(total / world), micro_batch_size):  # as many on each rank, for FSDP
         x_BT, y_BT = shards.read(mine[i:i + micro_batch_size])
         for logits_TV, y_T in zip(model(x_BT), y_BT):
             sums[0] += F.cross_entropy(logits_TV.float(), y_T, reduction="sum")
             sums[1] += (logits_TV.argmax(-1) == y_T).sum()
     model.train()
-    return tuple((over_ranks(sums) / (total * block_size)).tolist())
+    return (over_ranks(sums) / (total * block_size)).tolist()
 
 def over_ranks(value, op=dist.ReduceOp.SUM):
     if world > 1:
@@ -362,21 +359,25 @@ def mfu(model, tokens_per_s):
     return tokens_per_s * flops / (peaks[hardware()] * world) if hardware() in peaks else None
 
 def hardware():
-    cpu = f"{torch.cpu.get_capabilities().get('cpu_name', 'CPU')}, {torch.get_num_threads()} threads a rank"
-    return torch.cuda.get_device_name() if device == "cuda" else cpu
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    return f"{torch.cpu.get_capabilities().get('cpu_name', 'CPU')}, {torch.get_num_threads()} threads a rank"
 
 # ---- Checkpoints -------------------------------------------------------------------------------------------
-def save_checkpoint(folder, model, optimizers, **facts):
+def save_checkpoint(folder, model, optimizers, shards, step, train_time):
     """Writes step_N.pt whole or not at all, and removes old ones. All ranks call it; each may hold parts."""
-    content = facts | {"model": {name: whole(p) for name, p in model.state_dict().items()}, "optimizer": {}}
+    content = dict(script=Path(__file__).name, step=step, train_time=train_time, globals=settings(),
+                   data=shards.contents, vocab=shards.vocab, eot=shards.eot, optimizer={})
+    content["model"] = {name: whole(p) for name, p in model.state_dict().items()}
     for opt in optimizers:
-        state = (opt.full_state_dict() if isinstance(opt, optim.Muon) else opt.state_dict()).get("state", {})
+        saved = opt.full_state_dict() if isinstance(opt, optim.Muon) else opt.state_dict()
+        state = saved.get("state", {})  # Muon gives it to rank 0 alone
         for i, (name, _) in enumerate(named_parameters(model, opt)):
             content["optimizer"][name] = {key: whole(t) for key, t in state.get(i, {}).items()}
     if rank > 0:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"step_{facts['step']:08d}.pt"
+    path = folder / f"step_{step:08d}.pt"
     temporary = path.with_suffix(".tmp")
     try:
         with open(temporary, "wb") as file:
@@ -386,8 +387,9 @@ def save_checkpoint(folder, model, optimizers, **facts):
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    for old in newest_first(folder)[keep_checkpoints or sys.maxsize:]:
-        old.unlink()
+    if keep_checkpoints:
+        for old in newest_first(folder)[keep_checkpoints:]:
+            old.unlink()
 
 def whole(t):
     """t on rank 0's CPU; of a DTensor every rank has a part."""
@@ -402,36 +404,32 @@ def newest_first(folder):
     return sorted(folder.glob(f"step_{8 * '[0-9]'}.pt"), reverse=True)
 
 def find_checkpoint(folder):
-    """--resume=PATH's; with auto, or restarted by torchrun, the newest in `folder` that is whole; or None."""
-    own = []
-    if resume == "auto" or resume and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        own = newest_first(folder)
+    """--resume=PATH; of auto, or restarted by torchrun, the newest in `folder` that is whole; or nothing."""
+    restarted = resume and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    own = newest_first(folder) if resume == "auto" or restarted else []
     for path in own:
         if zipfile.is_zipfile(path) and not zipfile.ZipFile(path).testzip():  # torch.save writes checksums
             return path
         print(f"passing over {path}, which is damaged", file=sys.stderr)
     if own:
         sys.exit(f"found no checkpoint in {folder} that is whole; give another --resume=PATH or --run_name")
-    return Path(resume) if resume not in ("", "auto") else None
+    return "" if resume == "auto" else resume
 
-def load_checkpoint(path, weights_alone, model, optimizers):
-    """Loads weights and, by the parameters' names, optimizer state. Returns the rest; {} if weights_alone."""
+def load_checkpoint(path, model, optimizers=()):
+    """Loads weights and, by the parameters' names, the state of optimizers. Returns all that was saved."""
     own = model.state_dict()
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         model.load_state_dict({name: optim.placed_like(t, own[name]) for name, t in saved["model"].items()})
     except Exception as error:  # it may be any file
         sys.exit(f"found no checkpoint of this model in {path}: {error!r:.300}")
-    if weights_alone:
-        return {}
-    if saved["globals"]["optimizer"] != optimizer:
+    if optimizers and saved["globals"]["optimizer"] != optimizer:
         sys.exit(f"{path} is of --optimizer={saved['globals']['optimizer']}; pass that")
     for opt in optimizers:
         state = {}
         for i, (name, p) in enumerate(named_parameters(model, opt)):
             state[i] = dict(saved["optimizer"][name])
-            if not isinstance(opt, optim.Muon):  # which takes its part of what is whole itself
-                state[i] |= {key: optim.placed_like(t, p) for key, t in state[i].items() if key != "step"}
+            state[i] |= {key: optim.placed_like(t, p) for key, t in state[i].items() if key != "step"}
         opt.load_state_dict({"state": state, "param_groups": opt.state_dict()["param_groups"]})
     return saved
 
@@ -456,7 +454,7 @@ def init_ranks():
 
 def build_model(vocab):
     torch.manual_seed(seed)
-    model = Model(-(-vocab // 64) * 64)  # rows of embedding and head
+    model = Model(64 * math.ceil(vocab / 64))  # rows of embedding and head
     init_weights(model)
     for p in model.parameters():  # not RoPE's cos and sin
         p.data = p.data.to(getattr(torch, param_dtype))
@@ -472,16 +470,18 @@ def build_model(vocab):
         model.loss = torch.compile(model.loss, dynamic=False)
     return model
 
+FORMATS = dict(train_time="{:.3f}s", step_avg="{:.2f}ms", time_left="{:.0f}s", lr="{:.6g}",
+               tokens_per_s="{:.0f}", peak_memory_mib="{:.0f}", optimizer_state_mib="{:.1f}")
+
 def open_log(path, model):
     """Begins a log, or goes on with it. Returns log(line, figures, step), for screen, file and wandb."""
+    if path.exists() and not resume:
+        sys.exit(f"{path} exists; give another --run_name, or go on with --resume=auto")
     if wandb:
         import wandb as client  # the name wandb is the flag
         tracker = client.init(project=wandb, name=path.stem, config=settings())
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        file = open(path, "a" if resume else "x", encoding="utf-8", buffering=1)  # line by line
-    except FileExistsError:
-        sys.exit(f"{path} exists; give another --run_name, or go on with --resume=auto")
+    file = open(path, "a", encoding="utf-8", buffering=1)  # line by line
     if file.tell() == 0:
         facts = dict(torch=torch.__version__, hardware=hardware(), world_size=world, started=time.ctime(),
                      parameters=sum(p.numel() for p in model.parameters()))
@@ -491,15 +491,13 @@ def open_log(path, model):
 
     def log(line, figures={}, step=0):
         figures = {name: x for name, x in figures.items() if x is not None}
-        line += "".join(f" {name}:{FORMATS.get(name, '{:.5f}').format(x)}" for name, x in figures.items())
+        for name, x in figures.items():
+            line += f" {name}:" + FORMATS.get(name, "{:.5f}").format(x)
         print(line, flush=True)
         print(line, file=file)
         if wandb and figures:
             tracker.log(figures, step=step)
     return log
-
-FORMATS = dict(train_time="{:.3f}s", step_avg="{:.2f}ms", time_left="{:.0f}s", lr="{:.6g}",
-               tokens_per_s="{:.0f}", peak_memory_mib="{:.0f}", optimizer_state_mib="{:.1f}")
 
 def update(step, model, optimizers, shards):
     """One update. Returns the loss of this rank's sequences and the norm of the whole gradient, as tensors on
@@ -508,16 +506,14 @@ def update(step, model, optimizers, shards):
     micro_batches = range(first + rank * micro_batch_size, end, world * micro_batch_size)
     loss = 0.0
     for start in micro_batches:
-        if world > 1:  # reduce gradients once
-            model.require_backward_grad_sync = start == micro_batches[-1]  # of DDP
-            if fsdp:
-                model.set_requires_gradient_sync(start == micro_batches[-1])
+        if world > 1 and not fsdp:  # DDP reduces gradients once; FSDP each time, as it keeps its rows alone
+            model.require_backward_grad_sync = start == micro_batches[-1]
         x_BT, y_BT = shards.batch(start, micro_batch_size)
         part = model(x_BT, y_BT) / len(micro_batches)
         part.backward()
         loss += part.detach()
     norm = nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
-    norm = norm.full_tensor() if fsdp and world > 1 else norm
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     set_schedules(step, optimizers)
     for opt in optimizers:
         opt.step()
@@ -532,32 +528,38 @@ def on_signal(number, frame):
     if number == signal.SIGINT:
         signal.signal(number, signal.default_int_handler)
 
-def train(model, optimizers, shards, val_shards, step, train_time, save, log):
-    """Updates, and pauses between them in which the clock stops; the first one, which compiles, is not timed.
-    Returns the last figures, or None if a signal came."""
-    parallel, first_step, loss, norm, speeds = model, step, 0.0, 0.0, {}
+def train(model, optimizers, shards, val_shards, step, train_time, folder, log):
+    """Updates, and pauses between them in which the clock stops. The first, which compiles, is not timed."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets it
+            signal.signal(number, on_signal)
+    parallel = model
     if world > 1 and not fsdp:
         parallel = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, on_signal)
+    first_step, loss, norm, speeds = step, 0.0, 0.0, {}
     while True:
         last = step >= max_iters
-        val_loss, val_acc = evaluate(model, val_shards) if last or step % eval_interval == 0 else (None, None)
+        val_loss, val_acc = None, None
+        if last or step % eval_interval == 0:
+            val_loss, val_acc = evaluate(model, val_shards)
         figures = dict(val_loss=val_loss, train_time=train_time, step_avg=1000 * train_time / max(1, step),
-                       val_acc=val_acc) | speeds
+                       val_acc=val_acc, **speeds)
         log(f"step:{step}/{max_iters}", figures, step)
         if not math.isfinite(loss + norm + (val_loss or 0.0)):
             log(f"diverged: no finite loss or gradient at update {step}; try a lower --learning_rate")
             sys.exit(1)
         stop = over_ranks(torch.tensor(len(signals), device=device)) > 0
-        if stop or step > first_step and (last or step % checkpoint_interval == 0):
-            save(step=step, train_time=train_time)
-        if last or stop:
-            return figures if last else None
+        due = step > first_step and (last or step % checkpoint_interval == 0)
+        if stop or due:
+            save_checkpoint(folder, model, optimizers, shards, step=step, train_time=train_time)
+        if last:
+            return report(figures, optimizers, log)
+        if stop:
+            return log("stopped; the same command with --resume=auto goes on")
 
+        begin, clock = step, time.perf_counter()
         ends = [(step // n + 1) * n for n in (log_interval, eval_interval, checkpoint_interval)]
         end = step + 1 if step == first_step else min(max_iters, *ends)
-        before, clock = step, time.perf_counter()
         while step < end:
             loss, norm = update(step, parallel, optimizers, shards)
             step += 1
@@ -565,11 +567,21 @@ def train(model, optimizers, shards, val_shards, step, train_time, save, log):
         seconds = time.perf_counter() - clock
         loss, norm = float(over_ranks(loss) / world), float(norm)
         speeds = dict(train_loss=loss, grad_norm=norm, lr=learning_rate * lr_factor(step - 1))
-        if before > first_step:
+        if begin > first_step:
             train_time += seconds
-            tokens_per_s = (first_sequence(step) - first_sequence(before)) * block_size / seconds
+            tokens_per_s = (first_sequence(step) - first_sequence(begin)) * block_size / seconds
             speeds |= dict(tokens_per_s=tokens_per_s, mfu=mfu(model, tokens_per_s),
-                           time_left=seconds / (step - before) * (max_iters - step))
+                           time_left=seconds / (step - begin) * (max_iters - step))
+
+def report(figures, optimizers, log):
+    """The last line, with memory and optimizer state of the rank that has most."""
+    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    buffers = [t for opt in optimizers for entry in opt.state.values() for t in entry.values()]
+    state = sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in buffers)
+    most = torch.tensor([torch.cuda.max_memory_allocated() or rss, state], device=device) / 2**20
+    memory, state = over_ranks(most, dist.ReduceOp.MAX).tolist()
+    final = {name: figures[name] for name in ("val_loss", "val_acc", "train_time")}
+    log("final", final | dict(peak_memory_mib=memory, optimizer_state_mib=state), max_iters)
 
 def main(argv):
     configure(argv)
@@ -583,51 +595,37 @@ def main(argv):
     if world > 1:
         dist.broadcast_object_list(box)
     path = box[0]
-    if path and not path.exists():
-        sys.exit(f"found no checkpoint {path} on rank {rank}; nodes of a run must share its folder")
-    if resume == "auto" and not path and newest_first(folder):
-        sys.exit(f"rank {rank} found checkpoints, rank 0 none; nodes of a run must share {folder}")
+    if eval_only and not path and not init_from:
+        sys.exit("found no checkpoint to evaluate; give --resume or --init_from")
 
     model = build_model(shards.vocab)
     optimizers = build_optimizers(model)
     start = dict(step=0, train_time=0.0, globals=settings(), data=shards.contents)
-    if eval_only and not path and not init_from:
-        sys.exit("found no checkpoint to evaluate; give --resume or --init_from")
-    if path or init_from:
-        start |= load_checkpoint(path or Path(init_from), not path or eval_only, model, optimizers)
+    if path and not eval_only:
+        start |= load_checkpoint(path, model, optimizers)
+    elif path or init_from:
+        load_checkpoint(path or init_from, model)
     if eval_only:
         val_loss, val_acc = evaluate(model, val_shards)
         if rank == 0:
             print(f"val_loss:{val_loss:.5f} val_acc:{val_acc:.4f}")
         return
-    log = open_log(Path("logs", f"{run}.txt"), model) if rank == 0 else lambda *_: None
-    for newer in newest_first(folder) if rank == 0 else ():
-        if int(newer.stem[5:]) > start["step"]:  # the run goes back to before it, or begins anew
-            newer.rename(newer.with_suffix(".abandoned"))
+
+    log = lambda *_: None
+    if rank == 0:
+        log = open_log(Path("logs", f"{run}.txt"), model)
+        for newer in newest_first(folder):
+            if int(newer.stem[5:]) > start["step"]:  # the run goes back to before it, or begins anew
+                newer.rename(newer.with_suffix(".abandoned"))
     if resume:
         old = start["globals"] | {"resume": resume}
         changed = [f"{name}={value}" for name, value in settings().items() if old.get(name) != value]
-        changed += ["the data"] * (start["data"] != shards.contents)
+        if start["data"] != shards.contents:
+            changed.append("the data")
         log(f"resumed:step:{start['step']} world_size:{world} changed:{','.join(changed)}")
-    facts = dict(globals=settings(), data=shards.contents, vocab=shards.vocab, eot=shards.eot)
-    save = functools.partial(save_checkpoint, folder, model, optimizers, script=Path(__file__).name, **facts)
-    figures = train(model, optimizers, shards, val_shards, start["step"], start["train_time"], save, log)
-    if figures:
-        report(figures, optimizers, log)
-    else:
-        log("stopped; the same command with --resume=auto goes on")
+    train(model, optimizers, shards, val_shards, start["step"], start["train_time"], folder, log)
     if world > 1 and device == "cuda":
         dist.destroy_process_group()  # gloo's ends with the process; destroying it may hang
-
-def report(figures, optimizers, log):
-    """The last line, with memory and optimizer state of the rank that has most."""
-    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    buffers = [t for opt in optimizers for entry in opt.state.values() for t in entry.values()]
-    state = sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in buffers)
-    most = torch.tensor([torch.cuda.max_memory_allocated() or rss, state], device=device) / 2**20
-    memory, state = over_ranks(most, dist.ReduceOp.MAX).tolist()
-    final = {name: figures[name] for name in ("val_loss", "val_acc", "train_time")}
-    log("final", final | dict(peak_memory_mib=memory, optimizer_state_mib=state), max_iters)
 
 if __name__ == "__main__":
     main(sys.argv[1:])

@@ -318,14 +318,22 @@ def test_ranks_that_begin_with_other_weights_are_one_model():
     torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 def test_a_second_ctrl_c_ends_the_run_at_once():
-    """SIGTERM, which torchrun sends after Ctrl-C, does not."""
+    """SIGTERM, which launchers send with Ctrl-C, does not."""
     def press(module):
         module.set_schedules = lambda step, _: [os.kill(os.getpid(), number) for number in signals.get(step, [])]
-    signals = {2: [signal.SIGINT, signal.SIGTERM]}
+    signals = {2: [signal.SIGTERM, signal.SIGINT, signal.SIGTERM]}
     assert train("once", log_interval=4, meddle=press)["step"] == 4
     signals[3] = [signal.SIGINT]
     with pytest.raises(KeyboardInterrupt):
         train("twice", log_interval=4, meddle=press)
+
+@pytest.mark.parametrize("before, last", [(signal.SIG_DFL, 4), (signal.SIG_IGN, 8)])
+def test_a_run_saves_when_its_terminal_closes_and_under_nohup_goes_on(before, last):
+    def close(module):
+        module.set_schedules = lambda step, _: step == 2 and os.kill(os.getpid(), signal.SIGHUP)
+    earlier = signal.signal(signal.SIGHUP, before)
+    assert train("run", log_interval=4, meddle=close)["step"] == last
+    signal.signal(signal.SIGHUP, earlier)
 
 # ---- From a shell ----------------------------------------------------------------------------------------------------
 
@@ -338,9 +346,9 @@ MISTAKES = {
     "no number": ("--gamma=nan", "at least 0"),
     "interval of 0": ("--eval_interval=0", "at least 1"),
     "dataset not prepared": ("--dataset=nope", "data/nope has no train shards"),
-    "truncated shard": ("--dataset=tiny", "damaged or no token shard; run: python prepare.py verify tiny",
+    "truncated shard": ("--dataset=tiny", "damaged or no shard of 16-bit ids; run: python prepare.py verify tiny",
                         lambda: os.truncate("data/tiny/tiny_train_000002.bin", 3023)),
-    "shards for Llama 3": ("--dataset=tiny", "ids of 32 bits",
+    "shards for Llama 3": ("--dataset=tiny", "no shard of 16-bit ids",
                            lambda: np.array([20240801], np.int32).tofile("data/tiny/tiny_train.bin")),
     "an id beyond the vocabulary": ("--dataset=tiny", "has the id 300, beyond its tokenizer's 257",
                                     lambda: write_shard("data/tiny/tiny_train_000001.bin", np.full(2008, 300))),
@@ -374,8 +382,8 @@ def test_help_lists_every_global_as_the_preset_has_it(capsys):
     with pytest.raises(SystemExit):
         t.main(["--help", "--preset=gpt2-small"])
     told = capsys.readouterr().out
-    assert all(f"--{name} " in told for name in t.GLOBALS) and "100% of the peak" in told
-    assert "--n_layer 12 " in told
+    assert all(f"\n--{name}=" in told for name in t.GLOBALS) and "100% of the peak" in told
+    assert "--n_layer=12 " in told
 
 def test_presets_flags_and_their_order():
     presets = {"demo": {}, "big": dict(n_layer=9, val_dataset="c4"), "big/muon": dict(n_layer=8, gamma=3.0)}

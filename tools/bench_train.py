@@ -81,7 +81,7 @@ def nanogpt(clone: Path, folder: Path) -> list[str]:
         shutil.copy(file, folder)
     for split, name in ("train", train_gpt.dataset), ("val", train_gpt.val_dataset or train_gpt.dataset):
         shards = train_gpt.Shards(name, split)
-        train_gpt.open_shard(shards.files[0]).tofile(data / f"{split}.bin")
+        np.fromfile(shards.files[0], np.uint16, offset=1024).tofile(data / f"{split}.bin")
     vocab = -(-shards.vocab // 64) * 64
     (data / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": vocab}))
     micro = train_gpt.micro_batch_size or train_gpt.batch_size
