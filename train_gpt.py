@@ -33,7 +33,7 @@ eval_only = False             # print the validation loss of what --resume or --
 # data
 dataset = "pysrc"             # data/DATASET, made by prepare.py
 val_dataset = ""              # default: dataset
-val_tokens = 262_144          # the prefix of the validation split that is evaluated
+val_tokens = 65_536           # the prefix of the validation split that is evaluated
 # model
 n_layer = 4                   # blocks
 n_head = 4                    # attention heads
@@ -42,7 +42,7 @@ block_size = 256              # tokens of context
 # budget
 batch_size = 16               # sequences per update, over all ranks and micro-batches
 micro_batch_size = 0          # sequences per forward pass of a rank; 0: batch_size / ranks
-max_iters = 600               # updates
+max_iters = 550               # updates
 # optimizer
 optimizer = "muon-vs"         # adamw for all, or a key of optim.VARIANTS for matrices inside blocks
 learning_rate = 0.005         # peak, for the matrices inside blocks
@@ -57,7 +57,7 @@ muon_eps = 1e-8               # ε of all but muon
 ns_steps = 5                  # Newton-Schulz iterations
 ns_coefficients = (3.4445, -4.7750, 2.0315)  # of its polynomial
 ns_eps = 1e-7                 # added to the norm that it divides by
-qkv_split = 1                 # Muon cuts a fused q-k-v matrix into so many: 3, or 3 n_head for one a head
+qkv_split = 3                 # Muon cuts a fused q-k-v matrix into so many: 3, or 3 n_head for one a head
 adjust_lr_fn = "match_rms_adamw"  # scale of Muon's update: original, match_rms_adamw, frobenius
 adam_betas = (0.9, 0.95)
 adam_eps = 1e-8
@@ -67,8 +67,8 @@ warmup_iters = 20             # updates
 decay_frac = 0.6              # of max_iters
 min_lr_frac = 0.0             # of the peak, where cosine and wsd end
 # output
-log_interval = 10             # updates
-eval_interval = 100           # updates
+log_interval = 5              # updates
+eval_interval = 110           # updates
 checkpoint_interval = 500     # updates; the last one is always saved
 keep_checkpoints = 2          # newest ones; 0: all
 wandb = ""                    # project to log to; needs: pip install wandb
@@ -81,8 +81,8 @@ compile = True                # torch.compile of blocks, loss and Muon
 fsdp = False                  # shard weights, gradients and state by rows (FSDP2), instead of DDP
 
 gpt2 = dict(dataset="openwebtext", block_size=1024, batch_size=480, max_iters=100_000, learning_rate=6e-4,
-            adam_lr=6e-4, gamma=10.0, schedule="constant", warmup_iters=2000, eval_interval=1000,
-            checkpoint_interval=1000, val_tokens=4_194_304)
+            adam_lr=6e-4, gamma=10.0, qkv_split=1, schedule="constant", warmup_iters=2000, log_interval=10,
+            eval_interval=1000, checkpoint_interval=1000, val_tokens=4_194_304)
 PRESETS = {  # "NAME/OPTIMIZER" is applied after "NAME", the command line after both
     "demo": {},  # both rates, and demo/muon's, are from records/map/demo
     "demo/muon": dict(adam_lr=0.02),
@@ -143,7 +143,7 @@ def configure(argv):
     if batch_size % (micro_batch_size * world):
         parser.error(f"--batch_size={batch_size}: no multiple of {world} x {micro_batch_size=}")
     if overrides and rank == 0:
-        print("set by PRESETS:", *(f"--{name}={value}" for name, value in overrides.items()), file=sys.stderr)
+        print("set by PRESETS:", *(f"--{name}={x}" for name, x in overrides.items()), file=sys.stderr)
 
 def boolean(text):
     return ["false", "true"].index(text.lower()) == 1
@@ -481,7 +481,7 @@ def open_log(path, model):
         import wandb as client  # the name wandb is the flag
         tracker = client.init(project=wandb, name=path.stem, config=settings())
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = open(path, "a", encoding="utf-8", buffering=1)  # line by line
+    file = open(path, "a" if resume else "x", encoding="utf-8", buffering=1)  # line by line
     if file.tell() == 0:
         facts = dict(torch=torch.__version__, hardware=hardware(), world_size=world, started=time.ctime(),
                      parameters=sum(p.numel() for p in model.parameters()))
@@ -531,11 +531,13 @@ def on_signal(number, frame):
 def train(model, optimizers, shards, val_shards, step, train_time, folder, log):
     """Updates, and pauses between them in which the clock stops. The first, which compiles, is not timed."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets it
+        ignored = signal.getsignal(number) == signal.SIG_IGN  # by nohup; torchrun ends its ranks all the same
+        if not ignored or "TORCHELASTIC_RUN_ID" in os.environ:
             signal.signal(number, on_signal)
     parallel = model
     if world > 1 and not fsdp:
-        parallel = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        parallel = nn.parallel.DistributedDataParallel(
+            model, broadcast_buffers=False, gradient_as_bucket_view=True)
     first_step, loss, norm, speeds = step, 0.0, 0.0, {}
     while True:
         last = step >= max_iters
@@ -595,6 +597,10 @@ def main(argv):
     if world > 1:
         dist.broadcast_object_list(box)
     path = box[0]
+    if path and not Path(path).exists():
+        sys.exit(f"found no checkpoint {path} on rank {rank}; nodes of a run must share its folder")
+    if resume == "auto" and not path and newest_first(folder):
+        sys.exit(f"rank {rank} found checkpoints, rank 0 none; nodes of a run must share {folder}")
     if eval_only and not path and not init_from:
         sys.exit("found no checkpoint to evaluate; give --resume or --init_from")
 

@@ -34,7 +34,7 @@ eval_only = False             # print the validation loss of what --resume or --
 # data
 dataset = "pysrc"             # data/DATASET, made by prepare.py
 val_dataset = ""              # default: dataset
-val_tokens = 262_144          # the prefix of the validation split that is evaluated
+val_tokens = 65_536           # the prefix of the validation split that is evaluated
 # model
 n_layer = 4                   # blocks
 n_head = 4                    # attention heads
@@ -49,7 +49,7 @@ activation_checkpointing = False  # recompute a block in its backward pass: less
 # budget
 batch_size = 16               # sequences per update, over all ranks and micro-batches
 micro_batch_size = 0          # sequences per forward pass of a rank; 0: batch_size / ranks
-max_iters = 600               # updates
+max_iters = 550               # updates
 # optimizer
 optimizer = "muon-vs"         # adamw for all, or a key of optim.VARIANTS for matrices inside blocks
 learning_rate = 0.005         # peak, for the matrices inside blocks
@@ -74,8 +74,8 @@ warmup_iters = 20             # updates
 decay_frac = 0.6              # of max_iters
 min_lr_frac = 0.0             # of the peak, where cosine and wsd end
 # output
-log_interval = 10             # updates
-eval_interval = 100           # updates
+log_interval = 5              # updates
+eval_interval = 110           # updates
 checkpoint_interval = 500     # updates; the last one is always saved
 keep_checkpoints = 2          # newest ones; 0: all
 wandb = ""                    # project to log to; needs: pip install wandb
@@ -90,10 +90,10 @@ fsdp = False                  # shard weights, gradients and state by rows (FSDP
 suite_a = dict(dataset="dclm", val_dataset="c4", n_layer=32, block_size=4096, batch_size=128,
                micro_batch_size=4, adam_betas=(0.8, 0.98), adam_eps=1e-15, ns_eps=1e-5,
                adjust_lr_fn="original", warmup_iters=0, norm_eps=1e-6, decay_frac=0.8, log_interval=1,
-               val_tokens=10_000_000)
+               eval_interval=100, val_tokens=10_000_000)
 suite_b = dict(dataset="fineweb", block_size=512, tied=True, fused_qkv=True, init_truncated=True,
                learning_rate=1e-3, adam_lr=1e-3, warmup_iters=2000, schedule="cosine", min_lr_frac=0.01,
-               val_tokens=4_194_304, checkpoint_interval=1000)
+               val_tokens=4_194_304, log_interval=10, checkpoint_interval=1000)
 llama = dict(suite_b, block_size=2048, learning_rate=3e-4, adam_lr=3e-4, batch_size=512, micro_batch_size=2,
              max_iters=50_000, eval_interval=250, activation_checkpointing=True, fsdp=True)
 PRESETS = {  # "NAME/OPTIMIZER" is applied after "NAME", the command line after both
@@ -175,7 +175,7 @@ def configure(argv):
     if batch_size % (micro_batch_size * world):
         parser.error(f"--batch_size={batch_size}: no multiple of {world} x {micro_batch_size=}")
     if overrides and rank == 0:
-        print("set by PRESETS:", *(f"--{name}={value}" for name, value in overrides.items()), file=sys.stderr)
+        print("set by PRESETS:", *(f"--{name}={x}" for name, x in overrides.items()), file=sys.stderr)
 
 def boolean(text):
     return ["false", "true"].index(text.lower()) == 1
@@ -517,7 +517,7 @@ def open_log(path, model):
         import wandb as client  # the name wandb is the flag
         tracker = client.init(project=wandb, name=path.stem, config=settings())
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = open(path, "a", encoding="utf-8", buffering=1)  # line by line
+    file = open(path, "a" if resume else "x", encoding="utf-8", buffering=1)  # line by line
     if file.tell() == 0:
         facts = dict(torch=torch.__version__, hardware=hardware(), world_size=world, started=time.ctime(),
                      parameters=sum(p.numel() for p in model.parameters()))
@@ -567,11 +567,13 @@ def on_signal(number, frame):
 def train(model, optimizers, shards, val_shards, step, train_time, folder, log):
     """Updates, and pauses between them in which the clock stops. The first, which compiles, is not timed."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets it
+        ignored = signal.getsignal(number) == signal.SIG_IGN  # by nohup; torchrun ends its ranks all the same
+        if not ignored or "TORCHELASTIC_RUN_ID" in os.environ:
             signal.signal(number, on_signal)
     parallel = model
     if world > 1 and not fsdp:
-        parallel = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        parallel = nn.parallel.DistributedDataParallel(
+            model, broadcast_buffers=False, gradient_as_bucket_view=True)
     first_step, loss, norm, speeds = step, 0.0, 0.0, {}
     while True:
         last = step >= max_iters
@@ -631,6 +633,10 @@ def main(argv):
     if world > 1:
         dist.broadcast_object_list(box)
     path = box[0]
+    if path and not Path(path).exists():
+        sys.exit(f"found no checkpoint {path} on rank {rank}; nodes of a run must share its folder")
+    if resume == "auto" and not path and newest_first(folder):
+        sys.exit(f"rank {rank} found checkpoints, rank 0 none; nodes of a run must share {folder}")
     if eval_only and not path and not init_from:
         sys.exit("found no checkpoint to evaluate; give --resume or --init_from")
 
