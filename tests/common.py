@@ -27,7 +27,7 @@ def train(name, argv=(), script="train_gpt.py", meddle=None, **settings):
     module = fresh(script, **TINY | settings, run_name=name)
     if meddle:
         meddle(module)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:
         module.main(list(argv))
     finally:
@@ -40,21 +40,23 @@ def checkpoint(name, step=None):
     return torch.load(paths[-1], weights_only=True) if paths else None
 
 def on_ranks(world, **run):
-    """train() on `world` ranks."""
+    """train() on `world` ranks, told no more than srun can tell them. What a rank exits with is in exit-RANK."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    mp.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp"])  # imported once
     mp.start_processes(_rank, (world, port, run, os.getcwd()), world, start_method="forkserver")
 
 def _rank(rank, world, port, run, folder):
     os.chdir(folder)
-    os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank),
-                       WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+    os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.path.insert(0, str(Path(run.get("script", "")).parent))  # a fork's optim.py, if it has one
     sys.modules.pop("optim", None)
-    train(**run)
+    try:
+        train(**run)
+    except SystemExit as end:
+        Path(folder, f"exit-{rank}").write_text(str(end.code))
+        raise
 
 def write_shard(path, tokens, vocab=257, eot=256, ours=True):
     """ours: with the header words that prepare.py fills in and llm.c leaves 0."""

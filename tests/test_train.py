@@ -1,6 +1,6 @@
 """train_gpt.py on a CPU with a model of 30 k parameters: the model's parts against float64, the order of the data, one
 batch however it is divided, validation, logs, checkpoints, and mistakes made from a shell."""
-import math, os, re, signal, subprocess, sys, types
+import functools, io, math, os, re, resource, signal, subprocess, sys, types
 from pathlib import Path
 
 import numpy as np
@@ -110,6 +110,17 @@ def test_shards_of_others_and_of_more_than_2_30_tokens():
     assert (shards.vocab, shards.eot, shards.n_windows) == (50257, 50256, (2**30 + 49) // 16)
     assert shards.read([shards.n_windows - 1])[0].tolist() == [[0] * 16]
 
+def test_more_shards_than_a_process_may_have_open_files():
+    for n in range(200):
+        write_shard(f"data/many/many_train_{n:06d}.bin", np.arange(n, n + 17))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (99, limits[1]))
+    try:
+        x, _ = fresh(block_size=16).Shards("many", "train").read(range(200))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert x[:, 0].tolist() == [*range(200)]
+
 # ---- Updates ---------------------------------------------------------------------------------------------------------
 
 DIVISIONS = [(1, 8), (1, 2), (2, 4), (2, 1)]  # ranks, sequences of a micro-batch
@@ -206,7 +217,8 @@ def test_log_begins_with_its_source_and_has_the_speedruns_lines():
 def test_wandb_gets_the_figures_and_the_final_line(monkeypatch):
     told = {}
     log = lambda figures, step: told.setdefault(step, {}).update(figures)
-    client = types.SimpleNamespace(init=lambda **_: types.SimpleNamespace(log=log))
+    begin = lambda project, name, config: types.SimpleNamespace(log=log)  # no id, which another run may have
+    client = types.SimpleNamespace(init=begin)
     monkeypatch.setitem(sys.modules, "wandb", client)
     train("run", wandb="project")
     losses = {step: row["train_loss"] for step, row in told.items() if step}
@@ -245,8 +257,10 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_a_changed_global_told(ca
     changed = train("run", resume="auto", keep_checkpoints=0, learning_rate=0.02)  # hyperparameters are this run's
     assert "resumed:step:4 world_size:1 changed:learning_rate=0.02" in log_lines("run") and changed["step"] == 8
     assert figures("run", "lr")[8] == pytest.approx(0.02 * fresh(max_iters=8, warmup_iters=2).lr_factor(7), rel=1e-4)
+    write_shard("data/tiny/tiny_train_000002.bin", range(200))
     train("run", resume="auto", max_iters=4)  # beyond its end there is a validation and nothing else
     assert_equal(checkpoint("run"), changed)
+    assert re.fullmatch("resumed:step:8 .*,the data", log_lines("run")[-3])
     for path in Path("checkpoints/run").glob("*.pt"):
         path.write_bytes(b"")
     before = log_lines("run")
@@ -327,6 +341,33 @@ def test_a_second_ctrl_c_ends_the_run_at_once():
     with pytest.raises(KeyboardInterrupt):
         train("twice", log_interval=4, meddle=press)
 
+def begin_again(module):
+    """Within its first update."""
+    update = module.update
+    def meddled(*args, **options):
+        module.update = update
+        with pytest.raises(SystemExit, match="logs/run.txt exists; give another --run_name"):
+            train("run")
+        return update(*args, **options)
+    module.update = meddled
+
+def test_of_two_runs_of_one_name_at_once_the_second_ends():
+    train("run", meddle=begin_again)
+    assert [int(re.match(r"step:(\d)/", line)[1]) for line in log_lines("run")[:-1]] == [*range(9)]
+
+def on_a_node_of_its_own(alone, module):
+    if module.rank == alone:
+        os.chdir("node")
+
+@pytest.mark.parametrize("alone, told", [(1, "found no checkpoint checkpoints/run/step_00000008.pt on rank 1; "),
+                                         (0, "rank 1 found checkpoints, rank 0 none; ")])
+def test_ranks_that_see_other_checkpoints_end(alone, told):
+    train("run")
+    write_tiny("node/data")
+    with pytest.raises(Exception, match="terminated"):
+        on_ranks(2, name="run", resume="auto", meddle=functools.partial(on_a_node_of_its_own, alone))
+    assert Path("exit-1").read_text().startswith(told + "nodes of a run must share ")
+
 # ---- From a shell ----------------------------------------------------------------------------------------------------
 
 MISTAKES = {
@@ -368,12 +409,14 @@ def test_a_mistake_from_a_shell_gets_one_line(mistake, capsys):
     if mistake != "an id beyond the vocabulary":  # a run meets it where it reads it
         assert sorted(Path().rglob("*")) == before
 
-def test_help_lists_every_global_as_the_preset_has_it(capsys):
-    t = fresh()
+def test_help_lists_every_global_as_the_preset_has_it(monkeypatch):
+    """Where the terminal lacks Greek letters too."""
+    t, out = fresh(), io.TextIOWrapper(io.BytesIO(), "latin-1", write_through=True)
     t.SOURCES[0] = t.SOURCES[0].replace("# peak, for", "# 100% of the peak, for")
+    monkeypatch.setattr(sys, "stdout", out)
     with pytest.raises(SystemExit):
         t.main(["--help", "--preset=gpt2-small"])
-    told = capsys.readouterr().out
+    told = out.buffer.getvalue().decode("latin-1")
     assert all(f"--{name} " in told for name in t.GLOBALS) and "100% of the peak" in told
     assert "--n_layer 12 " in told
 
