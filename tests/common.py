@@ -39,16 +39,18 @@ def checkpoint(name, step=None):
     paths = sorted(Path("checkpoints", name).glob(f"step_{step or 0:08d}.pt" if step else "step_0*.pt"))
     return torch.load(paths[-1], weights_only=True) if paths else None
 
-def on_ranks(world, **run):
-    """train() on `world` ranks, told no more than srun can tell them. What a rank exits with is in exit-RANK."""
+def free_port():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.start_processes(_rank, (world, port, run, os.getcwd()), world, start_method="forkserver")
+        return str(s.getsockname()[1])
+
+def on_ranks(world, **run):
+    """train() on `world` ranks, told no more than srun can tell them. What a rank exits with is in exit-RANK."""
+    mp.start_processes(_rank, (world, free_port(), run, os.getcwd()), world, start_method="forkserver")
 
 def _rank(rank, world, port, run, folder):
     os.chdir(folder)
-    os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
+    os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), WORLD_SIZE=str(world))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.path.insert(0, str(Path(run.get("script", "")).parent))  # a fork's optim.py, if it has one
     sys.modules.pop("optim", None)
