@@ -22,11 +22,10 @@ def fresh(script="train_gpt.py", **settings):
         setattr(module, name, value)
     return module
 
-def train(name, argv=(), script="train_gpt.py", meddle=None, **settings):
+def train(name, argv=(), script="train_gpt.py", meddle=lambda module: None, **settings):
     """A tiny run in this process; meddle gets the module first. Returns the last checkpoint."""
     module = fresh(script, **TINY | settings, run_name=name)
-    if meddle:
-        meddle(module)
+    meddle(module)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:
         module.main(list(argv))
@@ -35,8 +34,9 @@ def train(name, argv=(), script="train_gpt.py", meddle=None, **settings):
             signal.signal(number, handler)
     return checkpoint(name)
 
-def checkpoint(name, step=None):
-    paths = sorted(Path("checkpoints", name).glob(f"step_{step or 0:08d}.pt" if step else "step_0*.pt"))
+def checkpoint(name):
+    """The last one."""
+    paths = sorted(Path("checkpoints", name).glob("step_0*.pt"))
     return torch.load(paths[-1], weights_only=True) if paths else None
 
 def free_port():
@@ -47,6 +47,7 @@ def free_port():
 def on_ranks(world, **run):
     """train() on `world` ranks, told no more than srun can tell them. What a rank exits with is in exit-RANK."""
     mp.start_processes(_rank, (world, free_port(), run, os.getcwd()), world, start_method="forkserver")
+    return checkpoint(run["name"])
 
 def _rank(rank, world, port, run, folder):
     os.chdir(folder)

@@ -1,6 +1,5 @@
 """Matrices whose rows ranks share out, as FSDP2's fully_shard makes them: optim.Muon alone, in a script of one's own
 with torch.distributed.checkpoint, and in the train scripts."""
-import itertools
 import re
 
 import pytest
@@ -13,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common import checkpoint, on_ranks, train, write_tiny
+from common import on_ranks, train, write_tiny
 from optim import VARIANTS, Muon
 from test_optim import on_groups, parameters, run, set_gradients
 
@@ -185,9 +184,9 @@ def test_a_run_goes_from_fsdp_to_one_rank_to_ddp_and_back(monkeypatch):
     settings = dict(script="train_llama.py", n_ffn=72, tied=True, micro_batch_size=1, checkpoint_interval=2,
                     keep_checkpoints=0, meddle=in_fp32)
     whole = train("alone", **settings)
-    on_ranks(4, name="a", fsdp=True, **settings)
-    train("b", resume="checkpoints/a/step_00000002.pt", **settings)
-    on_ranks(2, name="c", resume="checkpoints/b/step_00000004.pt", **settings)
-    on_ranks(4, name="d", resume="checkpoints/c/step_00000006.pt", fsdp=True, **settings)
-    for name, part in itertools.product("abcd", ["model", "optimizer"]):
-        torch.testing.assert_close(checkpoint(name)[part], whole[part], rtol=1e-3, atol=1e-5)
+    for saved in (on_ranks(4, name="a", fsdp=True, **settings),
+                  train("b", resume="checkpoints/a/step_00000002.pt", **settings),
+                  on_ranks(2, name="c", resume="checkpoints/b/step_00000004.pt", **settings),
+                  on_ranks(4, name="d", resume="checkpoints/c/step_00000006.pt", fsdp=True, **settings)):
+        for part in "model", "optimizer":
+            torch.testing.assert_close(saved[part], whole[part], rtol=1e-3, atol=1e-5)
