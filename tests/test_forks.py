@@ -7,7 +7,8 @@ import torch
 
 from common import ROOT, on_ranks, train, write_tiny
 
-MUON = re.search(r" +optimizers.append\(optim.Muon\(.*?compile=compile\)\)\n", (ROOT / "train_gpt.py").read_text(), re.S)[0]
+SOURCE = (ROOT / "train_gpt.py").read_text()
+MUON = re.search(r"(?s) +optimizers.append\(optim.Muon\(.*?compile=compile\)\)\n", SOURCE)[0]
 FORKS = {  # file, what is there, what comes instead; the run's flags
     "a batch-size schedule": ("train_gpt.py", """
     return step * batch_size
