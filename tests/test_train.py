@@ -190,12 +190,16 @@ def test_log_begins_with_its_source_and_has_the_speedruns_lines():
                         r"optimizer_state_mib:\S+", lines[-1])
 
 def test_wandb_gets_the_figures_and_the_final_line(monkeypatch):
-    told = {}
+    told, begun = {}, []
     log = lambda figures, step: told.setdefault(step, {}).update(figures)
-    begin = lambda project, name, config: types.SimpleNamespace(log=log)  # no id, which another run may have
+    def begin(project, name, config):  # no id, which another run may have
+        begun.append(len(told))
+        return types.SimpleNamespace(log=log)
     client = types.SimpleNamespace(init=begin)
     monkeypatch.setitem(sys.modules, "wandb", client)
     train("run", wandb="project")
+    pytest.raises(SystemExit, train, "run", wandb="project")  # the name exists, and wandb is not told
+    assert begun == [0]
     losses = {step: row["train_loss"] for step, row in told.items() if step}
     assert losses == pytest.approx(figures("run", "train_loss"), abs=1e-5)  # which the log rounds
     assert "peak_memory_mib" in told[8] and "val_loss" in told[0]
@@ -341,6 +345,13 @@ def test_ranks_that_see_other_checkpoints_end(alone, told):
     with pytest.raises(Exception, match="terminated"):
         on_ranks(2, name="run", resume="auto", meddle=functools.partial(on_a_node_of_its_own, alone))
     assert Path("exit-1").read_text().startswith(told + "nodes of a run must share ")
+
+def test_ranks_that_srun_starts_take_a_gpu_each(monkeypatch):
+    """It sets no LOCAL_RANK; with --gpus-per-task=1 a rank sees one GPU alone."""
+    monkeypatch.setenv("RANK", "5")
+    for gpus, expected in (4, 1), (1, 0), (0, 0):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        assert fresh().local_rank == expected
 
 # ---- From a shell ----------------------------------------------------------------------------------------------------
 
