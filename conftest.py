@@ -1,11 +1,11 @@
 """Under `pytest -n N` each worker takes its share of the cores, and Inductor does not ask the compiler in each of many
-processes what the CPU can do. Ranks are forked by a server that has imported torch and torch._dynamo."""
+processes what the CPU can do. Ranks are forked by a server that has imported torch once."""
 import multiprocessing
 import os
 
 import pytest
 
-multiprocessing.set_forkserver_preload(["torch._dynamo", "pytest"])
+multiprocessing.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "pytest"])
 
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 

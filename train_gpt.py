@@ -10,7 +10,7 @@ Every hyperparameter is a global below: edit it, or pass --name=value. A preset 
 The last line is "final val_loss:...". Shapes: B sequences at a time, T tokens, D width, H heads, K width
 of a head, V vocabulary.
 """
-import argparse, datetime, functools, math, os, re, resource, shutil, signal, sys, time, zipfile
+import argparse, contextlib, datetime, functools, math, os, re, resource, shutil, signal, sys, time, zipfile
 from collections import Counter
 from pathlib import Path
 
@@ -105,9 +105,9 @@ CHOICES = dict(preset=[name for name in PRESETS if "/" not in name], optimizer=[
                device=["cpu", "cuda"])
 AT_LEAST_1 = ["n_layer", "n_head", "n_embd", "block_size", "batch_size", "qkv_split", "log_interval",
               "eval_interval", "checkpoint_interval"]  # other numbers may be 0
-rank = int(os.environ.get("RANK", 0))  # torchrun sets all three
-local_rank = int(os.environ.get("LOCAL_RANK", 0))
+rank = int(os.environ.get("RANK", 0))  # as torchrun sets it
 world = int(os.environ.get("WORLD_SIZE", 1))
+local_rank = int(os.environ.get("LOCAL_RANK", rank % max(1, torch.cuda.device_count())))
 
 def configure(argv):
     """Sets the globals: PRESETS[preset], then PRESETS["preset/optimizer"], then --name=value."""
@@ -128,6 +128,7 @@ def configure(argv):
     globals().update(overrides | flags)
     if "help" in flags:
         comments = dict(re.findall(r"^(\w+) = .*?# (.+)$", SOURCES[0], re.M))
+        sys.stdout.reconfigure(errors="replace")  # for terminals without Greek letters
         print(__doc__)
         for name, value in settings().items():
             print(f"--{name}={value}".ljust(32), comments.get(name, ""))
@@ -493,8 +494,9 @@ def open_log(path, model):
         figures = {name: x for name, x in figures.items() if x is not None}
         for name, x in figures.items():
             line += f" {name}:" + FORMATS.get(name, "{:.5f}").format(x)
-        print(line, flush=True)
         print(line, file=file)
+        with contextlib.suppress(OSError):  # of a terminal that is gone
+            print(line, flush=True)
         if wandb and figures:
             tracker.log(figures, step=step)
     return log
@@ -531,8 +533,7 @@ def on_signal(number, frame):
 def train(model, optimizers, shards, val_shards, step, train_time, folder, log):
     """Updates, and pauses between them in which the clock stops. The first, which compiles, is not timed."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        ignored = signal.getsignal(number) == signal.SIG_IGN  # by nohup; torchrun ends its ranks all the same
-        if not ignored or "TORCHELASTIC_RUN_ID" in os.environ:
+        if signal.getsignal(number) != signal.SIG_IGN:  # which nohup sets
             signal.signal(number, on_signal)
     parallel = model
     if world > 1 and not fsdp:

@@ -22,12 +22,11 @@ def fresh(script="train_gpt.py", **settings):
         setattr(module, name, value)
     return module
 
-def train(name, argv=(), script="train_gpt.py", meddle=None, **settings):
+def train(name, argv=(), script="train_gpt.py", meddle=lambda module: None, **settings):
     """A tiny run in this process; meddle gets the module first. Returns the last checkpoint."""
     module = fresh(script, **TINY | settings, run_name=name)
-    if meddle:
-        meddle(module)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    meddle(module)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:
         module.main(list(argv))
     finally:
@@ -35,26 +34,32 @@ def train(name, argv=(), script="train_gpt.py", meddle=None, **settings):
             signal.signal(number, handler)
     return checkpoint(name)
 
-def checkpoint(name, step=None):
-    paths = sorted(Path("checkpoints", name).glob(f"step_{step or 0:08d}.pt" if step else "step_0*.pt"))
+def checkpoint(name):
+    """The last one."""
+    paths = sorted(Path("checkpoints", name).glob("step_0*.pt"))
     return torch.load(paths[-1], weights_only=True) if paths else None
 
-def on_ranks(world, **run):
-    """train() on `world` ranks."""
+def free_port():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp"])  # imported once
-    mp.start_processes(_rank, (world, port, run, os.getcwd()), world, start_method="forkserver")
+        return str(s.getsockname()[1])
+
+def on_ranks(world, **run):
+    """train() on `world` ranks, told no more than srun can tell them. What a rank exits with is in exit-RANK."""
+    mp.start_processes(_rank, (world, free_port(), run, os.getcwd()), world, start_method="forkserver")
+    return checkpoint(run["name"])
 
 def _rank(rank, world, port, run, folder):
     os.chdir(folder)
-    os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank),
-                       WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+    os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), WORLD_SIZE=str(world))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.path.insert(0, str(Path(run.get("script", "")).parent))  # a fork's optim.py, if it has one
     sys.modules.pop("optim", None)
-    train(**run)
+    try:
+        train(**run)
+    except SystemExit as end:
+        Path(folder, f"exit-{rank}").write_text(str(end.code))
+        raise
 
 def write_shard(path, tokens, vocab=257, eot=256, ours=True):
     """ours: with the header words that prepare.py fills in and llm.c leaves 0."""

@@ -5,7 +5,7 @@
 
 After each fault the same command goes on, and must end with the weights, bit for bit, of an undisturbed run. Linux.
 """
-import io, os, random, resource, signal, subprocess, sys, tempfile, time, traceback
+import io, os, pty, random, resource, signal, subprocess, sys, tempfile, time, traceback
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +20,11 @@ injected, lost = 0, 0
 
 def start(name, meddle=lambda module: None):
     """A run in a process of its own, forked from this one, which has imported torch; meddle gets its module."""
-    pid = os.fork()
-    if pid:
-        return pid
+    return os.fork() or run(name, meddle)
+
+def run(name, meddle, terminal=False):
     try:
-        for fd in 1, 2:
+        for fd in () if terminal else (1, 2):
             os.dup2(os.open(f"{name}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND), fd)
         module = fresh(**SETTINGS, run_name=name)
         meddle(module)
@@ -85,6 +85,16 @@ def stopped(which, name, rng):
     os.kill(pid, which)
     return end(pid) == 0 and "\nstopped; " in Path(f"logs/{name}.txt").read_text()
 
+def terminal_closed(name):
+    """As when ssh ends: the run gets SIGHUP, and can print nothing more."""
+    pid, terminal = pty.fork()
+    if not pid:
+        run(name, slow_saving, terminal=True)
+    while "step:4/" not in text(name):
+        time.sleep(0.005)
+    os.close(terminal)
+    return end(pid) == 0 and "\nstopped; " in text(name)
+
 def damage(name, rng):
     end(start(name))
     path = Path(f"checkpoints/{name}/step_{UPDATES:08d}.pt")
@@ -94,9 +104,9 @@ def damage(name, rng):
     data[:{"truncated": rng.randrange(len(data)), "empty": 0}.get(name, len(data))].tofile(path)
 
 def torchrun(name, **settings):
-    """Starts two ranks under torchrun --max-restarts=3, which after a failure starts all ranks again."""
+    """Starts two ranks under torchrun --max-restarts=3, which after a failure starts all ranks again. Under nohup."""
     words = [f"--{key}={value}" for key, value in (SETTINGS | dict(run_name=name) | settings).items()]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=3"]
+    command = ["nohup", sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=3"]
     return subprocess.Popen([*command, str(ROOT / "train_gpt.py"), *words], stdout=-3, stderr=-3)  # DEVNULL
 
 def text(name):
@@ -136,6 +146,7 @@ if __name__ == "__main__":
     kills(6 if SHORT else 60, time.time() - began, rng)
     for number, which in enumerate([signal.SIGTERM, signal.SIGINT] * (1 if SHORT else 4)):
         report(which.name, stopped(which, f"signal{number}", rng) and goes_on(f"signal{number}"))
+    report("terminal closed", terminal_closed("terminal") and goes_on("terminal"))
     for name in "flipped", "truncated", "empty":
         damage(name, rng)
         report(f"newest checkpoint {name}", goes_on(name))
@@ -146,7 +157,7 @@ if __name__ == "__main__":
         assert torchrun("ranks").wait() == 0
         for name, rank in dict(a=0, b=1, c=0, d=1).items():
             report(f"rank {rank} killed, --max-restarts=3", rank_killed(rank, name) and goes_on(name, "ranks"))
-        for which in signal.SIGTERM, signal.SIGINT:
+        for which in signal.SIGTERM, signal.SIGINT, signal.SIGHUP:
             name = f"torchrun-{which.name}"
             report(f"{which.name} to torchrun", torchrun_stopped(which, name) and goes_on(name, "ranks"))
         report("divergence under --max-restarts=3", diverged("diverged"))

@@ -104,16 +104,12 @@ def test_initialisation(truncated):
     deviation = 0.02 * (math.sqrt(1 - 4 * 0.05399 / 0.9545) if truncated else 1)  # of a normal cut at 2
     assert all(p.std().item() == pytest.approx(deviation, rel=0.03) for p in model.parameters() if p.ndim == 2)
 
-def test_activation_checkpointing_changes_no_gradient():
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_llama_trains_and_activation_checkpointing_changes_no_gradient(tied):
     write_tiny()
-    plain, recomputed = (train(f"run{on}", script="train_llama.py", n_ffn=64, activation_checkpointing=on)
-                         for on in (False, True))
-    torch.testing.assert_close(recomputed["model"], plain["model"], rtol=0, atol=0)
-
-def test_the_llama_trains():
-    write_tiny()
-    for tied in False, True:
-        saved = train(f"tied-{tied}", script="train_llama.py", tied=tied, n_ffn=64, max_iters=30)
-        assert torch.equal(saved["model"]["embed.weight"], saved["model"]["head.weight"]) == tied
-        losses = re.findall(r"^step:.* val_loss:([\d.]+)", Path(f"logs/tied-{tied}.txt").read_text(), re.M)
-        assert float(losses[-1]) < float(losses[0]) - 0.5
+    run = dict(script="train_llama.py", tied=tied, n_ffn=64, max_iters=30)
+    saved, recomputed = train("run", **run), train("recomputed", **run, activation_checkpointing=True)
+    torch.testing.assert_close(recomputed["model"], saved["model"], rtol=0, atol=0)
+    assert torch.equal(saved["model"]["embed.weight"], saved["model"]["head.weight"]) == tied
+    losses = re.findall(r"^step:.* val_loss:([\d.]+)", Path("logs/run.txt").read_text(), re.M)
+    assert float(losses[-1]) < float(losses[0]) - 0.5

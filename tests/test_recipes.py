@@ -5,28 +5,31 @@ from pathlib import Path
 import pytest
 import torch
 
-from common import ROOT
+from common import ROOT, free_port
 
 transformers = pytest.importorskip("transformers", reason="pip install transformers")
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-TWICE = """import os, runpy, sys
-script, resume, folder = sys.argv[1:]
-sys.argv[1:] = []
-runpy.run_path(script)
+RUNS = """import os, runpy, sys
+from transformers import LlamaForCausalLM, Trainer  # imported once: each run is forked from here
+script, resume, folder, port = sys.argv[1:]
+def start(*argv, **env):
+    if pid := os.fork():
+        return pid
+    os.environ |= env
+    sys.argv[1:] = argv
+    runpy.run_path(script)
+    sys.stdout.flush()
+    os._exit(0)
+def end(*pids):
+    assert not any([os.waitpid(pid, 0)[1] for pid in pids])
+end(start())
 os.rename(folder, "whole")
-sys.argv[1:] = [resume]
-runpy.run_path(script)
-os.rename(folder, "resumed")"""
+end(start(resume))
+os.rename(folder, "resumed")
+ranks = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+end(*[start(resume, RANK=rank, LOCAL_RANK=rank, **ranks) for rank in "01"])"""
 
 def code(file):
     return re.findall("```python\n(.*?)```", (ROOT / file).read_text(), re.DOTALL)
-
-def run(*command):
-    """The (rank, loss) that are printed. On CPUs, and not compiled, as that takes longer than the runs."""
-    env = os.environ | dict(OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1", CUDA_VISIBLE_DEVICES="")
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return [(int(rank), float(loss)) for rank, loss in re.findall(r"rank (\d+): loss ([\d.]+)", done.stdout)]
 
 def states(folder):  # Muon's and AdamW's, from one file or two
     saved = [torch.load(file, weights_only=True) for file in sorted(Path(folder).glob("optimizer*"))]
@@ -39,11 +42,17 @@ def test_a_recipe_resumes_to_the_same_loss_and_two_ranks_agree(number, script, r
     pytest.importorskip("accelerate", reason="pip install accelerate")
     shutil.copy(ROOT / "optim.py", ".")
     Path(script).write_text(code("records/recipes.md")[number])
-    (_, whole), (_, resumed) = run(sys.executable, "-c", TWICE, script, resume, folder)
+    # not compiled, as that takes longer than the runs
+    env = os.environ | dict(OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1", CUDA_VISIBLE_DEVICES="")
+    command = [sys.executable, "-c", RUNS, script, resume, folder, free_port()]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    printed = re.findall(r"rank (\d): loss ([\d.]+)", done.stdout)
+    whole, resumed, *losses = [float(loss) for _, loss in printed]
     assert whole == resumed < 4.5  # log 256 = 5.55 at the start
-    ranks = dict(run(sys.executable, *TORCHRUN, script, resume))
     # Two ranks sum in another order: 3e-6 off. Without Muon's state 0.005, with the first batches 0.001.
-    assert ranks[0] == ranks[1] == pytest.approx(whole, abs=3e-4)
+    assert losses[0] == losses[1] == pytest.approx(whole, abs=3e-4)
+    assert sorted(rank for rank, _ in printed) == ["0", "0", "0", "1"]
     for one, two in zip(states("whole"), states(folder), strict=True):
         assert one["param_groups"][0]["lr"] < 1e-5  # the schedule reached both
         assert one["state"].keys() == two["state"].keys() == {*one["param_groups"][0]["params"]}  # no share

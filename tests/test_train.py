@@ -1,6 +1,6 @@
-"""train_gpt.py on a CPU with a model of 30 k parameters: the model's parts against float64, the order of the data, one
-batch however it is divided, validation, logs, checkpoints, and mistakes made from a shell."""
-import math, os, re, signal, subprocess, sys, types
+"""train_gpt.py on a CPU with a model of 30 k parameters: the order of the data, one batch however it is divided,
+validation, logs, checkpoints, and mistakes made from a shell. test_export.py holds the model against transformers."""
+import functools, io, math, os, re, resource, signal, subprocess, sys, types
 from pathlib import Path
 
 import numpy as np
@@ -31,28 +31,14 @@ def assert_equal(a, b, **tolerance):
 
 # ---- Model -----------------------------------------------------------------------------------------------------------
 
-def test_rope_turns_pairs_by_complex_numbers():
-    t = fresh(block_size=64, n_embd=16, n_head=2)
-    model, x = t.Model(8), torch.randn(1, 2, 64, 8)
-    angle = torch.outer(torch.arange(64.0).double(), 10_000 ** (-torch.arange(4).double() / 4))
-    z = torch.complex(*x.double().chunk(2, -1)) * torch.polar(torch.ones_like(angle), angle)
-    turned = t.rotate(x, model.cos, model.sin).double()
-    torch.testing.assert_close(turned, torch.cat([z.real, z.imag], -1), rtol=0, atol=2e-6)
-
-def test_attention_and_gelu_are_torchs():
-    """To fp32 rounding."""
-    t, (q, k, v), x = fresh(device="cpu"), torch.randn(3, 2, 2, 33, 8), torch.linspace(-9, 9, 1001)
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    torch.testing.assert_close(t.attend(q, k, v), expected, rtol=0, atol=2e-6)
-    torch.testing.assert_close(t.gelu(x), torch.nn.functional.gelu(x, approximate="tanh"), rtol=0, atol=2e-6)
-
 def test_flops_are_what_torch_counts():
     """Attention to the future is counted too, as in the PaLM paper."""
     t = fresh(**TINY | dict(n_layer=2, block_size=128))
     model, x, t.hardware = t.Model(320), torch.zeros(2, 128, dtype=torch.int64), lambda: "NVIDIA H200"
     with FlopCounterMode(display=False) as counter:
         model(x, x).backward()
-    assert counter.get_total_flops() == pytest.approx(256 * t.mfu(model, 989e12), rel=1e-12)  # at a token for each FLOP of its peak
+    a_token = t.mfu(model, 989e12)  # at a token a second for each FLOP of the peak
+    assert counter.get_total_flops() == pytest.approx(256 * a_token, rel=1e-12)
 
 def test_initial_weights_and_every_parameter_in_one_group():
     """A fork's parameters stay as they are; its scalars are AdamW's, its matrices inside blocks Muon's."""
@@ -89,10 +75,7 @@ def test_an_epoch_has_every_window_once_in_an_order_of_its_own():
     t = fresh(**TINY | dict(batch_size=10))
     shards = t.Shards("tiny", "train")
     assert shards.n_windows == 2007 // 16 + 999 // 16
-    epochs = []
-    for epoch in range(2):
-        rows = [shards.batch(row, 1)[0][0].tolist() for row in range(187 * epoch, 187 * (epoch + 1))]
-        epochs.append(rows)
+    epochs = [[shards.batch(187 * epoch + row, 1)[0][0].tolist() for row in range(187)] for epoch in range(2)]
     tokens = [np.fromfile(f"data/tiny/tiny_train_00000{i}.bin", np.uint16, offset=1024).tolist() for i in (1, 2)]
     windows = sorted(part[i:i + 16] for part in tokens for i in range(0, len(part) - 16, 16))
     assert sorted(epochs[0]) == sorted(epochs[1]) == windows and epochs[0] != epochs[1]
@@ -110,24 +93,31 @@ def test_shards_of_others_and_of_more_than_2_30_tokens():
     assert (shards.vocab, shards.eot, shards.n_windows) == (50257, 50256, (2**30 + 49) // 16)
     assert shards.read([shards.n_windows - 1])[0].tolist() == [[0] * 16]
 
-# ---- Updates ---------------------------------------------------------------------------------------------------------
+def test_more_shards_than_a_process_may_have_open_files():
+    for n in range(200):
+        write_shard(f"data/many/many_train_{n:06d}.bin", np.arange(n, n + 17))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (99, limits[1]))
+    try:
+        x, _ = fresh(block_size=16).Shards("many", "train").read(range(200))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert x[:, 0].tolist() == [*range(200)]
 
-DIVISIONS = [(1, 8), (1, 2), (2, 4), (2, 1)]  # ranks, sequences of a micro-batch
+# ---- Updates ---------------------------------------------------------------------------------------------------------
 
 def test_an_update_is_the_same_however_the_batch_is_divided():
     """8 updates in float64 end within its rounding, as AdamW with a large ε amplifies it little; the norm of the
     gradient, before clipping, is the same in all digits of the log."""
-    for ranks, micro in DIVISIONS:
-        run = dict(name=f"{ranks}-{micro}", micro_batch_size=micro, optimizer="adamw", adam_eps=1e-3, grad_clip=0.1,
-                   param_dtype="float64")
-        on_ranks(ranks, **run) if ranks > 1 else train(**run)
-    whole = checkpoint("1-8")
+    run = dict(optimizer="adamw", adam_eps=1e-3, grad_clip=0.1, param_dtype="float64")
+    whole = train("whole", micro_batch_size=8, **run)
     assert whole["model"]["head.weight"].dtype == torch.float64
-    for ranks, micro in DIVISIONS[1:]:
-        for name, p in checkpoint(f"{ranks}-{micro}")["model"].items():
-            torch.testing.assert_close(p, whole["model"][name], rtol=1e-9, atol=1e-11)
-        assert figures(f"{ranks}-{micro}", "grad_norm") == figures("1-8", "grad_norm")
-        assert figures(f"{ranks}-{micro}", "val_loss") == figures("1-8", "val_loss")
+    for ranks, micro in (1, 2), (2, 4), (2, 1):
+        run |= dict(name=f"{ranks}-{micro}", micro_batch_size=micro)
+        saved = on_ranks(ranks, **run) if ranks > 1 else train(**run)
+        torch.testing.assert_close(saved["model"], whole["model"], rtol=1e-9, atol=1e-11)
+        for key in "grad_norm", "val_loss":
+            assert figures(run["name"], key) == figures("whole", key)
 
 @pytest.mark.parametrize("optimizer", ["adamw", *VARIANTS])
 def test_every_optimizer_lowers_the_loss(optimizer):
@@ -147,24 +137,20 @@ def test_schedules():
     cosine = factors(schedule="cosine", min_lr_frac=0.1)
     assert cosine[2] == 1.0 and cosine[6] == pytest.approx(0.55) and cosine[9] > 0.1
 
-def spoil(updates):
-    """Makes gradients of these updates infinite."""
-    def meddle(module):
-        update = module.update
-        def spoiled(step, model, *args, **options):
-            hook = model.embed.weight.register_hook(lambda g: g * (math.inf if step in updates else 1))
-            result = update(step, model, *args, **options)
-            hook.remove()
-            return result
-        module.update = spoiled
-    return meddle
+def spoil(module):
+    """Update 5 has no finite gradient."""
+    update = module.update
+    def spoiled(step, model, *args):
+        hook = model.embed.weight.register_hook(lambda g: g * (math.inf if step == 5 else 1))
+        result = update(step, model, *args)
+        hook.remove()
+        return result
+    module.update = spoiled
 
-@pytest.mark.parametrize("restarts", ["0", "3"])
-def test_a_run_that_is_no_longer_finite_ends_at_its_next_log_line(restarts, monkeypatch):
+def test_a_run_that_is_no_longer_finite_ends_at_its_next_log_line():
     """With a status that torchrun sees, and the last finite checkpoint kept."""
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
     with pytest.raises(SystemExit) as stopped:
-        train("many", max_iters=20, log_interval=2, checkpoint_interval=2, meddle=spoil([5]))
+        train("many", max_iters=20, log_interval=2, checkpoint_interval=2, meddle=spoil)
     assert stopped.value.code == 1 and checkpoint("many")["step"] == 4
     assert all(p.isfinite().all() for p in checkpoint("many")["model"].values())
     assert log_lines("many")[-1].startswith("diverged: ") and "at update 6;" in log_lines("many")[-1]
@@ -204,11 +190,16 @@ def test_log_begins_with_its_source_and_has_the_speedruns_lines():
                         r"optimizer_state_mib:\S+", lines[-1])
 
 def test_wandb_gets_the_figures_and_the_final_line(monkeypatch):
-    told = {}
+    told, begun = {}, []
     log = lambda figures, step: told.setdefault(step, {}).update(figures)
-    client = types.SimpleNamespace(init=lambda **_: types.SimpleNamespace(log=log))
+    def begin(project, name, config):  # no id, which another run may have
+        begun.append(len(told))
+        return types.SimpleNamespace(log=log)
+    client = types.SimpleNamespace(init=begin)
     monkeypatch.setitem(sys.modules, "wandb", client)
     train("run", wandb="project")
+    pytest.raises(SystemExit, train, "run", wandb="project")  # the name exists, and wandb is not told
+    assert begun == [0]
     losses = {step: row["train_loss"] for step, row in told.items() if step}
     assert losses == pytest.approx(figures("run", "train_loss"), abs=1e-5)  # which the log rounds
     assert "peak_memory_mib" in told[8] and "val_loss" in told[0]
@@ -226,11 +217,10 @@ def test_half_and_half_is_the_whole_bit_for_bit(optimizer):
     assert log_lines("other")[0].startswith("resumed:step:4 ")
 
 def test_saved_on_two_ranks_resumed_on_two_and_on_one():
-    on_ranks(2, name="whole")
-    on_ranks(2, name="half", resume="checkpoints/whole/step_00000004.pt")
-    assert_equal(checkpoint("half"), checkpoint("whole"))
-    one = train("one", resume="checkpoints/whole/step_00000004.pt")
-    assert_equal(one, checkpoint("whole"), rtol=1e-3, atol=1e-5)  # fp32 sums in another order, through Newton-Schulz
+    whole, resume = on_ranks(2, name="whole"), "checkpoints/whole/step_00000004.pt"
+    assert_equal(on_ranks(2, name="half", resume=resume), whole)
+    one = train("one", resume=resume)
+    assert_equal(one, whole, rtol=1e-3, atol=1e-5)  # fp32 sums in another order, through Newton-Schulz
 
 def test_a_damaged_newest_checkpoint_is_passed_over_and_a_changed_global_told(capsys):
     whole = train("run", keep_checkpoints=0)
@@ -245,8 +235,10 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_a_changed_global_told(ca
     changed = train("run", resume="auto", keep_checkpoints=0, learning_rate=0.02)  # hyperparameters are this run's
     assert "resumed:step:4 world_size:1 changed:learning_rate=0.02" in log_lines("run") and changed["step"] == 8
     assert figures("run", "lr")[8] == pytest.approx(0.02 * fresh(max_iters=8, warmup_iters=2).lr_factor(7), rel=1e-4)
+    write_shard("data/tiny/tiny_train_000002.bin", range(200))
     train("run", resume="auto", max_iters=4)  # beyond its end there is a validation and nothing else
     assert_equal(checkpoint("run"), changed)
+    assert re.fullmatch("resumed:step:8 .*,the data", log_lines("run")[-3])
     for path in Path("checkpoints/run").glob("*.pt"):
         path.write_bytes(b"")
     before = log_lines("run")
@@ -335,6 +327,40 @@ def test_a_run_saves_when_its_terminal_closes_and_under_nohup_goes_on(before, la
     assert train("run", log_interval=4, meddle=close)["step"] == last
     signal.signal(signal.SIGHUP, earlier)
 
+def begin_again(module):
+    """Within its first update."""
+    update = module.update
+    def meddled(*args, **options):
+        module.update = update
+        with pytest.raises(SystemExit, match="logs/run.txt exists; give another --run_name"):
+            train("run")
+        return update(*args, **options)
+    module.update = meddled
+
+def test_of_two_runs_of_one_name_at_once_the_second_ends():
+    train("run", meddle=begin_again)
+    assert [int(re.match(r"step:(\d)/", line)[1]) for line in log_lines("run")[:-1]] == [*range(9)]
+
+def on_a_node_of_its_own(alone, module):
+    if module.rank == alone:
+        os.chdir("node")
+
+@pytest.mark.parametrize("alone, told", [(1, "found no checkpoint checkpoints/run/step_00000008.pt on rank 1; "),
+                                         (0, "rank 1 found checkpoints, rank 0 none; ")])
+def test_ranks_that_see_other_checkpoints_end(alone, told):
+    train("run")
+    write_tiny("node/data")
+    with pytest.raises(Exception, match="terminated"):
+        on_ranks(2, name="run", resume="auto", meddle=functools.partial(on_a_node_of_its_own, alone))
+    assert Path("exit-1").read_text().startswith(told + "nodes of a run must share ")
+
+def test_ranks_that_srun_starts_take_a_gpu_each(monkeypatch):
+    """It sets no LOCAL_RANK; with --gpus-per-task=1 a rank sees one GPU alone."""
+    monkeypatch.setenv("RANK", "5")
+    for gpus, expected in (4, 1), (1, 0), (0, 0):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        assert fresh().local_rank == expected
+
 # ---- From a shell ----------------------------------------------------------------------------------------------------
 
 MISTAKES = {
@@ -376,12 +402,14 @@ def test_a_mistake_from_a_shell_gets_one_line(mistake, capsys):
     if mistake != "an id beyond the vocabulary":  # a run meets it where it reads it
         assert sorted(Path().rglob("*")) == before
 
-def test_help_lists_every_global_as_the_preset_has_it(capsys):
-    t = fresh()
+def test_help_lists_every_global_as_the_preset_has_it(monkeypatch):
+    """Where the terminal lacks Greek letters too."""
+    t, out = fresh(), io.TextIOWrapper(io.BytesIO(), "latin-1", write_through=True)
     t.SOURCES[0] = t.SOURCES[0].replace("# peak, for", "# 100% of the peak, for")
+    monkeypatch.setattr(sys, "stdout", out)
     with pytest.raises(SystemExit):
         t.main(["--help", "--preset=gpt2-small"])
-    told = capsys.readouterr().out
+    told = out.buffer.getvalue().decode("latin-1")
     assert all(f"\n--{name}=" in told for name in t.GLOBALS) and "100% of the peak" in told
     assert "--n_layer=12 " in told
 
@@ -399,13 +427,13 @@ def test_what_a_preset_sets_over_an_edited_global_is_said(capsys):
     assert capsys.readouterr().err == "set by PRESETS: --learning_rate=0.003\n" and t.adam_lr == 0.5
 
 MUON = """
-import test_optim as t
-ps = t.parameters((8, 4))
-muon = t.Muon(ps)
+import torch, optim
+p = torch.nn.Parameter(torch.eye(8, 4))
+p.grad, muon = torch.eye(8, 4), optim.Muon([p])
 try:
-    t.run(muon, ps, 1)
+    muon.step()
 except RuntimeError as error:
-    print(error, muon.state[ps[0]]["step"].item())
+    print(error, muon.state[p]["step"].item())
 """
 FLAGS = [f"--{name}={value}" for name, value in (TINY | dict(compile=True, max_iters=2)).items()]
 
