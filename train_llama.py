@@ -10,7 +10,7 @@ Every hyperparameter is a global below: edit it, or pass --name=value. A preset 
 The last line is "final val_loss:...". Shapes: B sequences at a time, T tokens, D width, H heads, K width
 of a head, V vocabulary.
 """
-import argparse, datetime, functools, math, os, re, resource, shutil, signal, sys, time, zipfile
+import argparse, contextlib, datetime, functools, math, os, re, resource, shutil, signal, sys, time, zipfile
 from collections import Counter
 from pathlib import Path
 
@@ -445,8 +445,10 @@ def find_checkpoint(folder):
     restarted = resume and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     own = newest_first(folder) if resume == "auto" or restarted else []
     for path in own:
-        if zipfile.is_zipfile(path) and not zipfile.ZipFile(path).testzip():  # torch.save writes checksums
-            return path
+        with contextlib.suppress(Exception):  # a damaged file may raise nearly any
+            torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            if not zipfile.ZipFile(path).testzip():  # torch.save writes checksums
+                return path
         print(f"passing over {path}, which is damaged", file=sys.stderr)
     if own:
         sys.exit(f"found no checkpoint in {folder} that is whole; give another --resume=PATH or --run_name")
