@@ -471,6 +471,8 @@ def build_model(vocab):
         for block in model.blocks:
             block.compile(dynamic=False)
         model.loss = torch.compile(model.loss, dynamic=False)
+        if rank == 0:
+            print("compiling, up to a minute, within the first validation and the first update", flush=True)
     return model
 
 FORMATS = dict(train_time="{:.3f}s", step_avg="{:.2f}ms", time_left="{:.0f}s", lr="{:.6g}",
