@@ -42,11 +42,11 @@ block_size = 256              # tokens of context
 # budget
 batch_size = 16               # sequences per update, over all ranks and micro-batches
 micro_batch_size = 0          # sequences per forward pass of a rank; 0: batch_size / ranks
-max_iters = 550               # updates
+max_iters = 480               # updates
 # optimizer
 optimizer = "muon-vs"         # adamw for all, or a key of optim.VARIANTS for matrices inside blocks
-learning_rate = 0.005         # peak, for the matrices inside blocks
-adam_lr = 0.01                # peak, for embedding, head and gains
+learning_rate = 0.007         # peak, for the matrices inside blocks
+adam_lr = 0.02                # peak, for embedding, head and gains
 weight_decay = 0.1            # not of gains
 grad_clip = 1.0               # global norm of the gradient; 0: off
 momentum = 0.95               # β of the Muon family
@@ -68,7 +68,7 @@ decay_frac = 0.6              # of max_iters
 min_lr_frac = 0.0             # of the peak, where cosine and wsd end
 # output
 log_interval = 5              # updates
-eval_interval = 110           # updates
+eval_interval = 120           # updates
 checkpoint_interval = 500     # updates; the last one is always saved
 keep_checkpoints = 2          # newest ones; 0: all
 wandb = ""                    # project to log to; needs: pip install wandb
@@ -84,8 +84,7 @@ gpt2 = dict(dataset="openwebtext", block_size=1024, batch_size=480, max_iters=10
             adam_lr=6e-4, gamma=10.0, qkv_split=1, schedule="constant", warmup_iters=2000, log_interval=10,
             eval_interval=1000, checkpoint_interval=1000, val_tokens=4_194_304)
 PRESETS = {  # "NAME/OPTIMIZER" is applied after "NAME", the command line after both
-    "demo": {},  # both rates, and demo/muon's, are from records/map/demo
-    "demo/muon": dict(adam_lr=0.02),
+    "demo": {},  # the best rates of six pairs for muon-vs: records/README.md
     "demo/adamw": dict(learning_rate=3e-3, adam_lr=3e-3),
     "demo/adamuon": dict(adjust_lr_fn="frobenius"),
     "demo/muon-nsr-post": dict(gamma=10.0),

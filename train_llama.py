@@ -49,7 +49,7 @@ activation_checkpointing = False  # recompute a block in its backward pass: less
 # budget
 batch_size = 16               # sequences per update, over all ranks and micro-batches
 micro_batch_size = 0          # sequences per forward pass of a rank; 0: batch_size / ranks
-max_iters = 550               # updates
+max_iters = 480               # updates
 # optimizer
 optimizer = "muon-vs"         # adamw for all, or a key of optim.VARIANTS for matrices inside blocks
 learning_rate = 0.005         # peak, for the matrices inside blocks
@@ -75,7 +75,7 @@ decay_frac = 0.6              # of max_iters
 min_lr_frac = 0.0             # of the peak, where cosine and wsd end
 # output
 log_interval = 5              # updates
-eval_interval = 110           # updates
+eval_interval = 120           # updates
 checkpoint_interval = 500     # updates; the last one is always saved
 keep_checkpoints = 2          # newest ones; 0: all
 wandb = ""                    # project to log to; needs: pip install wandb
@@ -97,7 +97,7 @@ suite_b = dict(dataset="fineweb", block_size=512, tied=True, fused_qkv=True, ini
 llama = dict(suite_b, block_size=2048, learning_rate=3e-4, adam_lr=3e-4, batch_size=512, micro_batch_size=2,
              max_iters=50_000, eval_interval=250, activation_checkpointing=True, fsdp=True)
 PRESETS = {  # "NAME/OPTIMIZER" is applied after "NAME", the command line after both
-    "demo": {},  # both rates, and demo/muon's, are train_gpt.py's
+    "demo": {},  # rates of a GPT with one q-k-v matrix: records/map/demo
     "demo/muon": dict(adam_lr=0.02),
     "demo/adamw": dict(learning_rate=3e-3, adam_lr=3e-3),
     "demo/adamuon": dict(adjust_lr_fn="frobenius"),
