@@ -89,6 +89,7 @@ def terminal_closed(name):
     """As when ssh ends: the run gets SIGHUP, and can print nothing more."""
     pid, terminal = pty.fork()
     if not pid:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever started this
         run(name, slow_saving, terminal=True)
     while "step:4/" not in text(name):
         time.sleep(0.005)
