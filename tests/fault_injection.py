@@ -107,8 +107,9 @@ def damage(name, rng):
 def torchrun(name, **settings):
     """Starts two ranks under torchrun --max-restarts=3, which after a failure starts all ranks again. Under nohup."""
     words = [f"--{key}={value}" for key, value in (SETTINGS | dict(run_name=name) | settings).items()]
-    command = ["nohup", sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=3"]
-    return subprocess.Popen([*command, str(ROOT / "train_gpt.py"), *words], stdout=-3, stderr=-3)  # DEVNULL
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=3"]
+    command = ["nohup", *launcher, str(ROOT / "train_gpt.py"), *words]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 def text(name):
     log = Path(f"logs/{name}.txt")
