@@ -535,9 +535,11 @@ def on_signal(number, frame):
 
 def train(model, optimizers, shards, val_shards, step, train_time, folder, log):
     """Updates, and pauses between them in which the clock stops. The first, which compiles, is not timed."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # which nohup sets
-            signal.signal(number, on_signal)
+    saving = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # which nohup sets
+        saving.append(signal.SIGHUP)
+    for number in saving:
+        signal.signal(number, on_signal)
     parallel = model
     if world > 1 and not fsdp:
         parallel = nn.parallel.DistributedDataParallel(
