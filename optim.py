@@ -1,6 +1,5 @@
 """
 Muon-NSR and Muon-VS of the paper "Variance-Adaptive Muon", and the Muons it compares them with.
-One file, which needs only torch.
 
     muon = Muon(matrices, lr=6e-4, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     adamw = torch.optim.AdamW(embeddings_head_and_vectors, lr=6e-4, weight_decay=0.1)
@@ -15,7 +14,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 # ---- Newton-Schulz ----
-
 JORDAN = (3.4445, -4.7750, 2.0315)  # steep at 0, for which singular values end only near 1
 
 @torch.no_grad()
@@ -57,7 +55,7 @@ def norm(X, split):
     rows = X.square().sum(-1)
     if isinstance(X, DTensor):
         rows = rows.redistribute(placements=whole(X))
-    norms = rows.unflatten(-1, (split, -1)).sum(-1).sqrt()
+    norms = rows.unflatten(-1, (split, -1)).sum(-1).sqrt().clamp_min(1e-30)
     return norms.repeat_interleave(X.size(-2) // split, -1).unsqueeze(-1)
 
 def whole(X):
@@ -69,7 +67,6 @@ def upcast(t):
     """t in the precision that rules compute in: fp32, or fp64 for fp64."""
     return t.to(torch.promote_types(t.dtype, torch.float32))
 
-@functools.cache
 def fast_dtype(device):
     """bf16 where products are faster in it: Ampere or newer, AMX, AMD's AVX512-BF16; else fp32."""
     if device == "cuda":
@@ -131,7 +128,7 @@ def normuon(G, S, ns, momentum, nesterov, beta2, eps, split, **_):
     O = ns(M_tilde)
     v = beta2 * S["row_moment"] + (1 - beta2) * O.square().mean(-1, keepdim=True)
     P = O / (v.sqrt() + eps)
-    return P * (norm(O, split) / norm(P, split).clamp_min(1e-30)), S_new | {"row_moment": v}
+    return P * (norm(O, split) / norm(P, split)), S_new | {"row_moment": v}
 
 def muon2(G, S, ns, momentum, nesterov, beta2, eps, **_):
     """Muon² (Liu et al., 2026): a second moment of G, not bias-corrected, before Newton-Schulz."""
@@ -152,7 +149,7 @@ VARIANTS = {  # rule, and the buffers of its state; "row_..." are (..., m, 1)
 UPDATE_SCALES = {  # s of (m, n) matrices O, by adjust_lr_fn
     "original": lambda O, m, n, split: max(1, m / n) ** 0.5,
     "match_rms_adamw": lambda O, m, n, split: 0.2 * max(m, n) ** 0.5,
-    "frobenius": lambda O, m, n, split: 0.2 * (m * n) ** 0.5 / norm(O, split).clamp_min(1e-30),
+    "frobenius": lambda O, m, n, split: 0.2 * (m * n) ** 0.5 / norm(O, split),
 }
 
 def update(weights, gradients, states, variant, lr, weight_decay, adjust_lr_fn, split, ns_steps,
@@ -172,11 +169,12 @@ def update(weights, gradients, states, variant, lr, weight_decay, adjust_lr_fn, 
             state[name].copy_(placed_like(S_new[name][i], state[name]))
 
 def placed_like(value, other):
-    """value, a DTensor or whole on each rank, with the placements of other if that is a DTensor."""
+    """value, a DTensor or whole on each rank, on other's device and with the placements it has."""
+    value = value.to(other.device)
     if not isinstance(other, DTensor):
         return value
     if not isinstance(value, DTensor):
-        value = DTensor.from_local(value.to(other.device), other.device_mesh)
+        value = DTensor.from_local(value, other.device_mesh)
     return value.redistribute(placements=other.placements)
 
 @functools.cache
@@ -184,7 +182,6 @@ def compiled_update():
     return torch.compile(update, fullgraph=True, dynamic=False, recompile_limit=256)
 
 # ---- The optimizer ----
-
 class Muon(torch.optim.Optimizer):
     """Muon and its variants, for the matrices inside a network, (m, n) or batches (..., m, n).
     Embeddings, output head and vectors are for torch.optim.AdamW.
@@ -193,7 +190,7 @@ class Muon(torch.optim.Optimizer):
     momentum, gamma, beta2, eps: β, γ, β₂ and ε of the rule that variant names.
     split: rows are cut into so many equal matrices: 3 for fused queries, keys and values.
     state_dtype: None for fp32, or fp64 for fp64; in bf16 averages with β above 0.996 stall.
-    compile: False does without a compiler, as DTensors and batches on a CPU always do.
+    compile: False does without a compiler, as DTensors always do.
 
     The ranks of process_group, None for all, must have the same gradients. Each keeps the state of
     its share of the matrices, updates and broadcasts them: all end with the same bits. Of 12 like
@@ -214,11 +211,9 @@ class Muon(torch.optim.Optimizer):
     def add_param_group(self, param_group):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        known = group["variant"] in VARIANTS and group["adjust_lr_fn"] in UPDATE_SCALES
-        if not known or any(p.ndim < 2 for p in group["params"]):
-            self.param_groups.pop()
-            names = *VARIANTS, *UPDATE_SCALES
-            raise ValueError(f"expected matrices (vectors are AdamW's) and names of {names}")
+        VARIANTS[group["variant"]], UPDATE_SCALES[group["adjust_lr_fn"]]  # KeyError: no such name
+        if any(p.ndim < 2 for p in group["params"]):
+            raise ValueError("expected matrices; vectors are for torch.optim.AdamW")
         ranks = dist.get_world_size(self.process_group) if dist.is_initialized() else 1
         for p in sorted(group["params"], key=lambda p: -p.numel()):
             if ranks > 1 and not isinstance(p, DTensor):
@@ -249,10 +244,9 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _update(self, group, params):
-        """Updates parameters that are alike."""
         device = params[0].device.type
         states = [self._state(group, p) for p in params]
-        options = group | {"t": int(states[0]["step"]) + 1}
+        options = group | {"t": states[0]["step"] + 1}
         options["ns_dtype"] = group["ns_dtype"] or fast_dtype(device)
         del options["params"], options["compile"]
         for name, value in options.items():
@@ -261,8 +255,7 @@ class Muon(torch.optim.Optimizer):
             if isinstance(value, int | float) and not constant:
                 options[name] = torch.tensor(value, dtype=torch.float64, device="cpu")
         weights, gradients = [p.detach() for p in params], [p.grad for p in params]
-        batch = device == "cpu" and params[0].ndim > 2  # Inductor fails on some of these
-        eager = not group["compile"] or isinstance(params[0], DTensor) or batch
+        eager = not group["compile"] or isinstance(params[0], DTensor)
         run = update if eager else compiled_update()
         try:
             with torch.autocast(device, enabled=False):
@@ -288,7 +281,6 @@ class Muon(torch.optim.Optimizer):
             raise RuntimeError("a rank has its share of the state: call full_state_dict() on all")
         return super().state_dict()
 
-    @torch.no_grad()
     def full_state_dict(self):
         """The whole state, on the CPU, to rank 0; {} to the others. All ranks must call it."""
         result = super().state_dict()
@@ -301,7 +293,6 @@ class Muon(torch.optim.Optimizer):
                 result["state"][i] = box[0]
         return result if self.rank == 0 else {}
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict):
         """Takes the options, but for dtypes and compile, and this rank's part of a whole state."""
         kept = "compile", "ns_dtype", "state_dtype"
@@ -316,8 +307,10 @@ class Muon(torch.optim.Optimizer):
                         if name == "step":
                             value = value.max()  # older files have (1, 1)
                         if name in state:
-                            value = state[name].copy_(placed_like(value, state[name]))
-                        state[name] = value
+                            state[name].copy_(placed_like(value, state[name]))
+                        else:  # foreign
+                            like = torch.is_tensor(value) and value.shape == p.shape
+                            state[name] = placed_like(value, p) if like else value
 
     def __getstate__(self):  # torch's copies and pickles have its own three attributes alone
         ours = dict(process_group=self.process_group, rank=self.rank, owners=self.owners)

@@ -455,7 +455,7 @@ def find_checkpoint(folder):
     return "" if resume == "auto" else resume
 
 def load_checkpoint(path, model, optimizers=()):
-    """Loads weights and, by the parameters' names, the state of optimizers. Returns all that was saved."""
+    """Loads weights and, by the parameters' names, the state of optimizers. Returns the rest."""
     own = model.state_dict()
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -470,7 +470,7 @@ def load_checkpoint(path, model, optimizers=()):
             state[i] = dict(saved["optimizer"][name])
             state[i] |= {key: optim.placed_like(t, p) for key, t in state[i].items() if key != "step"}
         opt.load_state_dict({"state": state, "param_groups": opt.state_dict()["param_groups"]})
-    return saved
+    return {name: x for name, x in saved.items() if name not in ("model", "optimizer")}  # which are large
 
 # ---- Main --------------------------------------------------------------------------------------------------
 def init_ranks():

@@ -49,13 +49,19 @@ def run(cell: str, power: float, rates: tuple[int, float], seed: int, script: st
     rest = f"{rule(power)} --adam_lr={adam_lr:g} --learning_rate={learning_rate:g} --seed={seed}"
     return loss(f"{model} {cell} {rest}", script)
 
-def tuned(cell: str, power: float, start: tuple[float, float]) -> tuple[int, float]:
+def all_tuned(pool: ThreadPoolExecutor, cell: str, starts: dict) -> dict:
+    """The best rates of each power in starts, searched side by side."""
+    with ThreadPoolExecutor(len(starts)) as searches:
+        return dict(zip(starts, searches.map(lambda power: tuned(pool, cell, power, starts[power]), starts)))
+
+def tuned(pool: ThreadPoolExecutor, cell: str, power: float, start: tuple[float, float]) -> tuple[int, float]:
     """The best rates on seed 101: (index of learning_rate, adam_lr)."""
     best = RATES.index(start[0]), start[1]
     while True:
         i, adam_lr = best
         points = [best, (i - 1, adam_lr), (i + 1, adam_lr), (i, adam_lr / 2), (i, adam_lr * 2)]
-        best = min(points, key=lambda rates: run(cell, power, rates, 101))
+        losses = dict(zip(points, pool.map(lambda rates: run(cell, power, rates, 101), points)))
+        best = min(points, key=losses.get)
         if best == points[0]:
             return best
 
@@ -75,7 +81,9 @@ def the_line(pool: ThreadPoolExecutor) -> dict:
     for flags, starts in CELLS.items():
         for dataset in "english", "pysrc":
             cell = flags.format(dataset)
-            rates = dict(zip(starts, pool.map(lambda power: tuned(cell, power, starts[power]), starts)))
+            rates = all_tuned(pool, cell, {power: starts[power] for power in (0, 0.5)})
+            seeds(pool, cell, rates, 8)  # first what matters most
+            rates |= all_tuned(pool, cell, {1: starts[1]})
             between = [(power, rates[near]) for power, nears in ((0.25, (0, 0.5)), (0.75, (0.5, 1))) for near in nears]
             losses = list(pool.map(lambda point: run(cell, *point, 101), between))
             for (power, at), _ in sorted(zip(between, losses), key=lambda item: -item[1]):
@@ -114,7 +122,7 @@ def others(pool: ThreadPoolExecutor, found: dict) -> None:
     seeds(pool, f"{demo} --max_iters=2400", {power: demo_rates[power] for power in (0, best)}, 2)
 
     english = cell.format("english-gpt2")
-    arms = dict(zip((0, best, 1), pool.map(lambda power: tuned(english, power, (0.005, 0.01)), (0, best, 1))))
+    arms = all_tuned(pool, english, dict.fromkeys((0, best, 1), (0.005, 0.01)))
     seeds(pool, english, arms, 4)
 
     llama = cell.format("pysrc") + " --n_ffn=352"
