@@ -28,9 +28,7 @@ def newton_schulz(G, steps=5, eps=1e-7, dtype=None, coefficients=JORDAN, split=1
         return iterate(X, steps, coefficients, split)
 
     # Products need whole matrices. Ranks that have parts exchange them for some of the k.
-    places = whole(X)
-    if places != X.placements:
-        places = (Shard(0),) * len(places)
+    places = [Shard(0)] * X.device_mesh.ndim if in_parts(X) else X.placements
     O = iterate(X.redistribute(placements=places).to_local(), steps, coefficients, split)
     O = DTensor.from_local(O, X.device_mesh, places, shape=X.shape, stride=X.stride())
     return O.redistribute(placements=X.placements)
@@ -53,15 +51,14 @@ def iterate(X, steps, coefficients, split):
 def norm(X, split):
     """For each row the Frobenius norm of its matrix, one of `split`: (..., m, 1)."""
     rows = X.square().sum(-1)
-    if isinstance(X, DTensor):
-        rows = rows.redistribute(placements=whole(X))
+    if isinstance(X, DTensor) and in_parts(X):
+        rows = rows.redistribute(placements=[Replicate()] * X.device_mesh.ndim)
     norms = rows.unflatten(-1, (split, -1)).sum(-1).sqrt().clamp_min(1e-30)
     return norms.repeat_interleave(X.size(-2) // split, -1).unsqueeze(-1)
 
-def whole(X):
-    """X's placements, but with all of a matrix (m, n) on each rank."""
-    return tuple(place if place.is_shard() and place.dim < X.ndim - 2 else Replicate()
-                 for place in X.placements)
+def in_parts(X):
+    """Whether ranks have parts of a matrix (m, n) of the DTensor X."""
+    return any(place.is_shard() and place.dim >= X.ndim - 2 for place in X.placements)
 
 def upcast(t):
     """t in the precision that rules compute in: fp32, or fp64 for fp64."""
@@ -247,7 +244,7 @@ class Muon(torch.optim.Optimizer):
         device = params[0].device.type
         states = [self._state(group, p) for p in params]
         options = group | {"t": states[0]["step"] + 1}
-        options["ns_dtype"] = group["ns_dtype"] or fast_dtype(device)
+        options["ns_dtype"] = group["ns_dtype"] or fast_dtype(device)  # which cannot be traced
         del options["params"], options["compile"]
         for name, value in options.items():
             # Tensors can change without recompiling. As a constant, a power of 1 costs nothing.
@@ -295,9 +292,10 @@ class Muon(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict):
         """Takes the options, but for dtypes and compile, and this rank's part of a whole state."""
-        kept = "compile", "ns_dtype", "state_dtype"
-        groups = [own | saved | {name: own[name] for name in kept}  # older files lack some options
-                  for own, saved in zip(self.param_groups, state_dict["param_groups"], strict=True)]
+        groups = []
+        for own, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            kept = {name: own[name] for name in ("compile", "ns_dtype", "state_dtype")}
+            groups.append(own | saved | kept)  # older files lack some options
         super().load_state_dict({"state": {}, "param_groups": groups})  # it would cast the state
         for group, saved in zip(self.param_groups, groups):
             for p, i in zip(group["params"], saved["params"]):

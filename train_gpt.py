@@ -67,7 +67,7 @@ warmup_iters = 20             # updates
 decay_frac = 0.6              # of max_iters
 min_lr_frac = 0.0             # of the peak, where cosine and wsd end
 # output
-log_interval = 5              # updates
+log_interval = 4              # updates
 eval_interval = 120           # updates
 checkpoint_interval = 500     # updates; the last one is always saved
 keep_checkpoints = 2          # newest ones; 0: all

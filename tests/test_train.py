@@ -31,6 +31,12 @@ def assert_equal(a, b, **tolerance):
 
 # ---- Model -----------------------------------------------------------------------------------------------------------
 
+def test_faults_lose_nothing():
+    """The short form of the fault injection, which says at its end what was lost."""
+    command = [sys.executable, ROOT / "tests/fault_injection.py", "--short"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.endswith("runs lost 0\n"), done.stdout + done.stderr
+
 def test_flops_are_what_torch_counts():
     """Attention to the future is counted too, as in the PaLM paper."""
     t = fresh(**TINY | dict(n_layer=2, block_size=128))
@@ -444,9 +450,3 @@ def test_without_a_compiler_the_script_runs_uncompiled_and_muon_says_how(argv, e
     env = os.environ | dict(PYTHONPATH=str(ROOT), CXX="/nonexistent", TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
     done = subprocess.run([sys.executable, *argv], env=env, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.splitlines()[-1].startswith(end) and told in done.stderr, done.stderr
-
-def test_faults_lose_nothing():
-    """The short form of the fault injection, which says at its end what was lost."""
-    command = [sys.executable, ROOT / "tests/fault_injection.py", "--short"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.endswith("runs lost 0\n"), done.stdout + done.stderr
