@@ -550,8 +550,8 @@ def train(model, optimizers, shards, val_shards, step, train_time, folder, log):
         val_loss, val_acc = None, None
         if last or step % eval_interval == 0:
             val_loss, val_acc = evaluate(model, val_shards)
-        figures = dict(val_loss=val_loss, train_time=train_time, step_avg=1000 * train_time / max(1, step),
-                       val_acc=val_acc, **speeds)
+        figures = dict(val_loss=val_loss, train_time=train_time,
+                       step_avg=1000 * train_time / max(1, step - 1), val_acc=val_acc, **speeds)
         log(f"step:{step}/{max_iters}", figures, step)
         if not math.isfinite(loss + norm + (val_loss or 0.0)):
             log(f"diverged: no finite loss or gradient at update {step}; try a lower --learning_rate")

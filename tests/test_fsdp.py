@@ -89,6 +89,14 @@ def sharded_is_whole(rank, world, folder):
         opt.step()
     torch.testing.assert_close(part.full_tensor(), q, rtol=1e-4, atol=1e-6)
 
+    rows = nn.Parameter(on(line, [Shard(0)])(q.detach()))  # what a wrapper keeps is placed like its parameter
+    opt = Muon([rows])
+    opt.state[rows]["slow_copy"] = rows.detach().clone()
+    saved = [opt.full_state_dict()]
+    dist.broadcast_object_list(saved)
+    opt.load_state_dict(saved[0])
+    assert opt.state[rows]["slow_copy"].placements == rows.placements and opt.state[rows]["slow_copy"].equal(rows)
+
 def test_sharded_is_whole(tmp_path):
     (rows, _), (few, opt) = steps(KINDS), steps(FEW)
     alone = dict(rows=rows, few=few, split=steps(FEW, n=2, split=2, shapes=EVEN)[0])

@@ -192,6 +192,8 @@ def test_log_begins_with_its_source_and_has_the_speedruns_lines():
     keys = "train_loss grad_norm lr tokens_per_s time_left"  # the first update is not timed
     assert all(f" {key}:" in line for line in lines[2:-1] for key in keys.split())
     assert "train_time:0.000s" in lines[1] and "train_time:0.000s" not in lines[2]
+    seconds, average = re.search(r"train_time:(\S+)s step_avg:(\S+)ms", lines[8]).groups()
+    assert float(average) * 7 / 1000 == pytest.approx(float(seconds), abs=0.002)  # as train_time is rounded
     assert re.fullmatch(r"final val_loss:\S+ val_acc:\S+ train_time:\S+s peak_memory_mib:\d+ "
                         r"optimizer_state_mib:\S+", lines[-1])
 
