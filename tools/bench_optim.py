@@ -1,7 +1,7 @@
 """
 Times one step of this project's optimizers and of torch.optim.Muon on the matrices of a model, in turn, in one run.
 
-    python tools/bench_optim.py                                      # the demo's matrices: seconds
+    python tools/bench_optim.py                # the demo's matrices: seconds, without bf16 units minutes
     python tools/bench_optim.py --shapes=gpt2-small --repeats=10     # a preset: 85 M parameters, a minute on 2 cores
     python tools/bench_optim.py --beside=../before/optim.py          # and another version of optim.py
     python tools/bench_optim.py --kj=../Muon/muon.py                 # and a clone of KellerJordan/Muon
@@ -100,13 +100,14 @@ def main() -> None:
     parser.add_argument("--shapes", choices=SCRIPTS, default="demo")
     parser.add_argument("--variants", nargs="+", choices=optim.VARIANTS, default=["muon", "muon-vs", "muon-nsr"])
     parser.add_argument("--ns_steps", nargs="+", type=int, default=[5], help="of ours; the others take 5")
-    parser.add_argument("--ns_dtype", choices=["bfloat16", "float32"], default="bfloat16",
-                        help="of our Newton-Schulz; the others' is bfloat16")
+    parser.add_argument("--ns_dtype", choices=["bfloat16", "float32"],
+                        help="of our Newton-Schulz (what is fast here); the others' is bfloat16")
     parser.add_argument("--repeats", type=int, default=30, help="rounds")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--beside", metavar="PATH", help="another version's optim.py")
     parser.add_argument("--kj", metavar="PATH", help="muon.py of a clone of KellerJordan/Muon")
     args = parser.parse_args()
+    args.ns_dtype = args.ns_dtype or str(optim.fast_dtype(args.device)).removeprefix("torch.")
 
     shapes = matrices(args.shapes)
     seconds = measure(builders(args), shapes, args.repeats, args.device)
