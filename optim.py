@@ -187,7 +187,7 @@ class Muon(torch.optim.Optimizer):
     momentum, gamma, beta2, eps: β, γ, β₂ and ε of the rule that variant names.
     split: rows are cut into so many equal matrices: 3 for fused queries, keys and values.
     state_dtype: None for fp32, or fp64 for fp64; in bf16 averages with β above 0.996 stall.
-    compile: False does without a compiler, as DTensors always do.
+    compile: False does without a compiler, as DTensors and batches on a CPU always do.
 
     The ranks of process_group, None for all, must have the same gradients. Each keeps the state of
     its share of the matrices, updates and broadcasts them: all end with the same bits. Of 12 like
@@ -208,9 +208,11 @@ class Muon(torch.optim.Optimizer):
     def add_param_group(self, param_group):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        VARIANTS[group["variant"]], UPDATE_SCALES[group["adjust_lr_fn"]]  # KeyError: no such name
-        if any(p.ndim < 2 for p in group["params"]):
-            raise ValueError("expected matrices; vectors are for torch.optim.AdamW")
+        known = group["variant"] in VARIANTS and group["adjust_lr_fn"] in UPDATE_SCALES
+        if not known or any(p.ndim < 2 for p in group["params"]):
+            self.param_groups.pop()
+            names = *VARIANTS, *UPDATE_SCALES
+            raise ValueError(f"expected matrices (vectors are AdamW's) and names of {names}")
         ranks = dist.get_world_size(self.process_group) if dist.is_initialized() else 1
         for p in sorted(group["params"], key=lambda p: -p.numel()):
             if ranks > 1 and not isinstance(p, DTensor):
@@ -252,7 +254,8 @@ class Muon(torch.optim.Optimizer):
             if isinstance(value, int | float) and not constant:
                 options[name] = torch.tensor(value, dtype=torch.float64, device="cpu")
         weights, gradients = [p.detach() for p in params], [p.grad for p in params]
-        eager = not group["compile"] or isinstance(params[0], DTensor)
+        batch = device == "cpu" and params[0].ndim > 2  # Inductor fails on some of these
+        eager = not group["compile"] or isinstance(params[0], DTensor) or batch
         run = update if eager else compiled_update()
         try:
             with torch.autocast(device, enabled=False):
