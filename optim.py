@@ -246,7 +246,7 @@ class Muon(torch.optim.Optimizer):
         device = params[0].device.type
         states = [self._state(group, p) for p in params]
         options = group | {"t": states[0]["step"] + 1}
-        options["ns_dtype"] = group["ns_dtype"] or fast_dtype(device)  # which cannot be traced
+        options["ns_dtype"] = group["ns_dtype"] or fast_dtype(device)
         del options["params"], options["compile"]
         for name, value in options.items():
             # Tensors can change without recompiling. As a constant, a power of 1 costs nothing.
@@ -309,7 +309,7 @@ class Muon(torch.optim.Optimizer):
                             value = value.max()  # older files have (1, 1)
                         if name in state:
                             state[name].copy_(placed_like(value, state[name]))
-                        else:  # foreign
+                        else:
                             like = torch.is_tensor(value) and value.shape == p.shape
                             state[name] = placed_like(value, p) if like else value
 
