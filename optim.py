@@ -152,18 +152,18 @@ UPDATE_SCALES = {  # s of (m, n) matrices O, by adjust_lr_fn
 def update(weights, gradients, states, variant, lr, weight_decay, adjust_lr_fn, split, ns_steps,
            ns_eps, ns_dtype, ns_coefficients, **options):
     """Algorithm 1 for k like parameters, whose weights and states change in place."""
-    rule, *buffers = VARIANTS[variant]
+    rule = VARIANTS[variant][0]
     W = upcast(torch.stack(weights))  # (k, ..., m, n)
     G = placed_like(upcast(torch.stack(gradients)), W)
-    S = {name: upcast(torch.stack([state[name] for state in states])) for name in buffers}
+    S = {name: upcast(torch.stack(buffers)) for name, buffers in states.items()}
     ns = lambda X: upcast(newton_schulz(X, ns_steps, ns_eps, ns_dtype, ns_coefficients, split))
     O, S_new = rule(G, S, ns, split=split, **options)
     scale = UPDATE_SCALES[adjust_lr_fn](O, O.size(-2) // split, O.size(-1), split)
     W_new = W * (1 - lr * weight_decay) - lr * scale * O  # line 14
-    for i, state in enumerate(states):
-        weights[i].copy_(placed_like(W_new[i], weights[i]))
-        for name in buffers:
-            state[name].copy_(placed_like(S_new[name][i], state[name]))
+    for i, weight in enumerate(weights):
+        weight.copy_(placed_like(W_new[i], weight))
+        for name, buffers in states.items():
+            buffers[i].copy_(placed_like(S_new[name][i], buffers[i]))
 
 def placed_like(value, other):
     """value, a DTensor or whole on each rank, on other's device and with the placements it has."""
@@ -236,18 +236,18 @@ class Muon(torch.optim.Optimizer):
                 at_once = max(at_once, layout[0].size() if layout else 1)  # one a rank
                 for i in range(0, len(params), at_once):
                     self._update(group, params[i:i + at_once])
-        sent = [dist.broadcast(p, group_src=self.owners[p], group=self.process_group, async_op=True)
-                for group in self.param_groups for p in group["params"] if p in self.owners]
-        for broadcast in sent:
-            broadcast.wait()
+        for p in (p for group in self.param_groups for p in group["params"] if p in self.owners):
+            whole = p.detach().contiguous()
+            dist.broadcast(whole, group_src=self.owners[p], group=self.process_group)
+            p.copy_(whole)
         return loss
 
     def _update(self, group, params):
         device = params[0].device.type
-        states = [self._state(group, p) for p in params]
-        options = group | {"t": states[0]["step"] + 1}
+        own = [self._state(group, p) for p in params]
+        states = {name: [state[name] for state in own] for name in VARIANTS[group["variant"]][1:]}
+        options = group | {"t": own[0]["step"] + 1}
         options["ns_dtype"] = group["ns_dtype"] or fast_dtype(device)
-        del options["params"], options["compile"]
         for name, value in options.items():
             # Tensors can change without recompiling. As a constant, a power of 1 costs nothing.
             constant = name in ("nesterov", "ns_steps", "split") or (name, value) == ("power", 1)
@@ -262,7 +262,7 @@ class Muon(torch.optim.Optimizer):
                 run(weights, gradients, states, **options)
         except torch._dynamo.exc.TorchDynamoException as error:
             raise RuntimeError("torch.compile failed; try Muon(..., compile=False)") from error
-        for state in states:
+        for state in own:
             state["step"] += 1
 
     def _state(self, group, p):
@@ -271,7 +271,7 @@ class Muon(torch.optim.Optimizer):
         state.setdefault("step", torch.tensor(0.0, device="cpu"))
         for name in VARIANTS[group["variant"]][1:]:
             if name not in state:
-                like = upcast(p.detach()[..., :1] if name.startswith("row_") else p.detach())
+                like = upcast(p[..., :1] if name.startswith("row_") else p)
                 state[name] = torch.zeros_like(like, dtype=group["state_dtype"])
         return state
 
@@ -306,12 +306,13 @@ class Muon(torch.optim.Optimizer):
                     state = self._state(group, p)
                     for name, value in state_dict["state"][i].items():
                         if name == "step":
-                            value = value.max()  # older files have (1, 1)
-                        if name in state:
-                            state[name].copy_(placed_like(value, state[name]))
-                        else:
-                            like = torch.is_tensor(value) and value.shape == p.shape
-                            state[name] = placed_like(value, p) if like else value
+                            value = torch.as_tensor(value).max()  # older files have (1, 1)
+                        like = state.get(name, p)
+                        if torch.is_tensor(value) and value.shape == like.shape:
+                            value = placed_like(value, like)
+                        elif name in state:
+                            raise RuntimeError(f"{name} of parameter {i} has another shape")
+                        state[name] = like.copy_(value) if name in state else value
 
     def __getstate__(self):  # torch's copies and pickles have its own three attributes alone
         ours = dict(process_group=self.process_group, rank=self.rank, owners=self.owners)

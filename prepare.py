@@ -7,8 +7,7 @@ Text -> tokenized shards in data/NAME/, which train_gpt.py and train_llama.py re
     python prepare.py import nanoGPT/data/openwebtext --name owt                 # nanoGPT's train.bin and val.bin
     python prepare.py verify pysrc               # every checksum, count and id; show: manifest, excerpt
 
-The default takes 2 s and ends with "next: torchrun ... train_gpt.py --dataset=pysrc". data/README.md has the shards'
-format and the sources. The same command resumes an interrupted run, and ends in the same bytes with any --workers.
+data/README.md has the format and the sources. The same command resumes an interrupted run and ends in the same bytes.
 """
 import argparse, codecs, contextlib, gzip, hashlib, io, itertools, json, math, os, re, shutil, sys, sysconfig, zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -62,7 +61,7 @@ def load_tokenizer(name, file=None):
         return lambda text, _: np.frombuffer(text.encode(), "u1"), lambda ids: bytes(ids).decode(errors="replace")
     if name == "gpt2":
         import tiktoken
-        with in_one_line("GPT-2's vocabulary", "set TIKTOKEN_CACHE_DIR to a folder where it is cached"):
+        with in_one_line("GPT-2's vocabulary", "set TIKTOKEN_CACHE_DIR to a folder where it is cached, or --tokenizer bytes"):
             gpt2 = tiktoken.get_encoding("gpt2")
         def encode(text, starts):
             try:  # encode_ordinary's ids, without its list and without the GIL
@@ -272,7 +271,7 @@ def build(args, source, files, validates=None, count="train", listing=None):
     lacking = " or ".join(split for split in tokens if not tokens[split])
     print(f"{final} has no {lacking} tokens: give more text (import: files named {lacking}), or train with "
           f"--dataset={train} --val_dataset={val}" if lacking else
-          f"next: torchrun --standalone --nproc_per_node=1 {own.get('next', f'train_gpt.py --dataset={train}')}")
+          f"next: python {own.get('next', f'train_gpt.py --dataset={train} --run_name={train}')}")
 
 # ---- Commands --------------------------------------------------------------------------------------------------------
 def below(top):
@@ -298,7 +297,8 @@ def find(tops, endings, splits):
             fits = split in splits and name.lower().endswith(endings) and "/." not in f"/{name}"
             (files if fits else left_out).append((name, path, split == "val"))
     if left_out:
-        print(f"left out: {len(left_out)} hidden, of other kinds, named test, or in an import not train or val")
+        print(f"left out: {len(left_out)} hidden, of other kinds, named test, or in an import not train or val; "
+              f"first {left_out[0][1]}")
     return files
 
 def prepare_pysrc(args):

@@ -69,7 +69,7 @@ min_lr_frac = 0.0             # of the peak, where cosine and wsd end
 # output
 log_interval = 4              # updates
 eval_interval = 120           # updates
-checkpoint_interval = 500     # updates; the last one is always saved
+checkpoint_interval = 120     # updates; the last one is always saved
 keep_checkpoints = 2          # newest ones; 0: all
 wandb = ""                    # project to log to; needs: pip install wandb
 # system
@@ -101,12 +101,13 @@ GLOBALS = [name for name, value in list(globals().items())
 CHOICES = dict(preset=[name for name in PRESETS if "/" not in name], optimizer=["adamw", *optim.VARIANTS],
                adjust_lr_fn=list(optim.UPDATE_SCALES), schedule=["constant", "cosine", "wsd"],
                dtype=["auto", "float32", "bfloat16"], param_dtype=["float32", "bfloat16"],
-               device=["cpu", "cuda"])
+               device=["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
 AT_LEAST_1 = ["n_layer", "n_head", "n_embd", "block_size", "batch_size", "qkv_split", "log_interval",
               "eval_interval", "checkpoint_interval"]  # other numbers may be 0
 rank = int(os.environ.get("RANK", 0))  # as torchrun sets it
 world = int(os.environ.get("WORLD_SIZE", 1))
 local_rank = int(os.environ.get("LOCAL_RANK", rank % max(1, torch.cuda.device_count())))
+restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 def configure(argv):
     """Sets the globals: PRESETS[preset], then PRESETS["preset/optimizer"], then --name=value."""
@@ -288,10 +289,9 @@ def build_optimizers(model):
     inside = {p: name for name, p in model.blocks.named_parameters() if p.ndim >= 2}
     fused = [p for p, name in inside.items() if name.endswith("qkv.weight")]
     matrices = [p for p, name in inside.items() if not name.endswith("qkv.weight")]
-    tables = list(dict.fromkeys([model.embed.weight, model.head.weight]))  # one if they are tied
-    others = [p for p in model.parameters() if p not in {*inside, *tables}]  # gains
-    adam = [dict(params=tables, lr=adam_lr, weight_decay=weight_decay),
-            dict(params=others, lr=adam_lr, weight_decay=0)]
+    rest = [p for p in model.parameters() if p not in inside]  # embedding, head, gains
+    adam = [dict(params=[p for p in rest if p.ndim >= 2], lr=adam_lr, weight_decay=weight_decay),
+            dict(params=[p for p in rest if p.ndim < 2], lr=adam_lr, weight_decay=0)]
     optimizers = []
     if optimizer == "adamw":
         adam.append(dict(params=fused + matrices, lr=learning_rate, weight_decay=weight_decay))
@@ -405,23 +405,26 @@ def newest_first(folder):
 
 def find_checkpoint(folder):
     """--resume=PATH; of auto, or restarted by torchrun, the newest in `folder` that is whole; or nothing."""
-    restarted = resume and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    own = newest_first(folder) if resume == "auto" or restarted else []
+    own = newest_first(folder) if resume == "auto" or resume and restarts != "0" else []
     for path in own:
         with contextlib.suppress(Exception):  # a damaged file may raise nearly any
-            torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            if not zipfile.ZipFile(path).testzip():  # torch.save writes checksums
-                return path
+            read_checkpoint(path)
+            return path
         print(f"passing over {path}, which is damaged", file=sys.stderr)
     if own:
         sys.exit(f"found no checkpoint in {folder} that is whole; give another --resume=PATH or --run_name")
     return "" if resume == "auto" else resume
 
+def read_checkpoint(path):
+    if zipfile.ZipFile(path).testzip():  # torch.save writes checksums
+        raise ValueError("a part is damaged")
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
 def load_checkpoint(path, model, optimizers=()):
     """Loads weights and, by the parameters' names, the state of optimizers. Returns the rest."""
     own = model.state_dict()
     try:
-        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        saved = read_checkpoint(path)
         model.load_state_dict({name: optim.placed_like(t, own[name]) for name, t in saved["model"].items()})
     except Exception as error:  # it may be any file
         sys.exit(f"found no checkpoint of this model in {path}: {error!r:.300}")
@@ -444,15 +447,14 @@ def init_ranks():
         torch.backends.cuda.matmul.allow_tf32 = True
     if world > 1:
         store = next(dist.rendezvous("env://"))[0]  # with keys of dead ranks, after a restart: pytorch 135712
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", ""), store)
         hours = datetime.timedelta(hours=4)  # as others wait while one rank saves
-        dist.init_process_group("nccl" if device == "cuda" else "gloo", None, hours, world, rank, store)
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", rank=rank, world_size=world,
+                                store=dist.PrefixStore(restarts, store), timeout=hours)
     if compile and device == "cpu" and not shutil.which(torch._inductor.config.cpp.cxx[-1]):
         print("runs uncompiled, so slower, as there is no C++ compiler", file=sys.stderr)
         compile = False
     if dtype == "auto":
-        fast = param_dtype == "bfloat16" or optim.fast_dtype(device) == torch.bfloat16
-        dtype = "bfloat16" if fast else "float32"
+        dtype = str(optim.fast_dtype(device)).removeprefix("torch.")
 
 def build_model(vocab):
     torch.manual_seed(seed)
@@ -479,8 +481,6 @@ FORMATS = dict(train_time="{:.3f}s", step_avg="{:.2f}ms", time_left="{:.0f}s", l
 
 def open_log(path, model):
     """Begins a log, or goes on with it. Returns log(line, figures, step), for screen, file and wandb."""
-    if path.exists() and not resume:
-        sys.exit(f"{path} exists; give another --run_name, or go on with --resume=auto")
     if wandb:
         import wandb as client  # the name wandb is the flag
         tracker = client.init(project=wandb, name=path.stem, config=settings())
@@ -508,11 +508,12 @@ def update(step, model, optimizers, shards):
     """One update. Returns the loss of this rank's sequences and the norm of the whole gradient, as tensors on
     the device, since reading them would wait for a GPU."""
     first, end = first_sequence(step), first_sequence(step + 1)
+    if first == end or (end - first) % (world * micro_batch_size):
+        raise ValueError("the batch must be a multiple of micro_batch_size x ranks")
     micro_batches = range(first + rank * micro_batch_size, end, world * micro_batch_size)
     loss = 0.0
     for start in micro_batches:
-        if world > 1 and not fsdp:  # DDP reduces gradients once; FSDP each time, as it keeps its rows alone
-            model.require_backward_grad_sync = start == micro_batches[-1]
+        model.require_backward_grad_sync = start == micro_batches[-1]  # DDP reads it; FSDP reduces each time
         x_BT, y_BT = shards.batch(start, micro_batch_size)
         part = model(x_BT, y_BT) / len(micro_batches)
         part.backward()
@@ -535,23 +536,21 @@ def on_signal(number, frame):
 
 def train(model, optimizers, shards, val_shards, step, train_time, folder, log):
     """Updates, and pauses between them in which the clock stops. The first, which compiles, is not timed."""
-    saving = [signal.SIGTERM, signal.SIGINT]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # which nohup sets
-        saving.append(signal.SIGHUP)
-    for number in saving:
-        signal.signal(number, on_signal)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # which nohup sets
+            signal.signal(number, on_signal)
     parallel = model
     if world > 1 and not fsdp:
         parallel = nn.parallel.DistributedDataParallel(
             model, broadcast_buffers=False, gradient_as_bucket_view=True)
-    first_step, loss, norm, speeds = step, 0.0, 0.0, {}
+    first_step, first_time, loss, norm, speeds = step, train_time, 0.0, 0.0, {}
     while True:
         last = step >= max_iters
         val_loss, val_acc = None, None
         if last or step % eval_interval == 0:
             val_loss, val_acc = evaluate(model, val_shards)
-        figures = dict(val_loss=val_loss, train_time=train_time,
-                       step_avg=1000 * train_time / max(1, step - 1), val_acc=val_acc, **speeds)
+        step_avg = 1000 * (train_time - first_time) / max(1, step - first_step - 1)
+        figures = dict(val_loss=val_loss, train_time=train_time, step_avg=step_avg, val_acc=val_acc, **speeds)
         log(f"step:{step}/{max_iters}", figures, step)
         if not math.isfinite(loss + norm + (val_loss or 0.0)):
             log(f"diverged: no finite loss or gradient at update {step}; try a lower --learning_rate")
@@ -593,39 +592,37 @@ def report(figures, optimizers, log):
 
 def main(argv):
     configure(argv)
+    run = run_name or Path(resume).parent.name or f"{Path(__file__).stem}-{preset}-{optimizer}-seed{seed}"
+    folder, log_file = Path("checkpoints", run), Path("logs", f"{run}.txt")
+    if log_file.exists() and not resume and not eval_only:
+        sys.exit(f"{log_file} exists; give another --run_name, or go on with --resume=auto")
     init_ranks()
     shards, val_shards = Shards(dataset, "train"), Shards(val_dataset or dataset, "val")
     if shards.vocab != val_shards.vocab:
         sys.exit(f"found {shards.vocab} ids to train on, {val_shards.vocab} to validate; use one tokenizer")
-    run = run_name or Path(resume).parent.name or f"{Path(__file__).stem}-{preset}-{optimizer}-seed{seed}"
-    folder = Path("checkpoints", run)
-    box = [find_checkpoint(folder) if rank == 0 else None]
-    if world > 1:
-        dist.broadcast_object_list(box)
-    path = box[0]
-    if path and not Path(path).exists():
-        sys.exit(f"found no checkpoint {path} on rank {rank}; nodes of a run must share its folder")
-    if resume == "auto" and not path and newest_first(folder):
-        sys.exit(f"rank {rank} found checkpoints, rank 0 none; nodes of a run must share {folder}")
+    path = find_checkpoint(folder)
     if eval_only and not path and not init_from:
         sys.exit("found no checkpoint to evaluate; give --resume or --init_from")
 
     model = build_model(shards.vocab)
-    optimizers = build_optimizers(model)
-    start = dict(step=0, train_time=0.0, globals=settings(), data=shards.contents)
-    if path and not eval_only:
-        start |= load_checkpoint(path, model, optimizers)
-    elif path or init_from:
-        load_checkpoint(path or init_from, model)
     if eval_only:
+        load_checkpoint(path or init_from, model)
         val_loss, val_acc = evaluate(model, val_shards)
         if rank == 0:
             print(f"val_loss:{val_loss:.5f} val_acc:{val_acc:.4f}")
         return
 
+    optimizers = build_optimizers(model)
+    start = dict(step=0, train_time=0.0, globals=settings(), data=shards.contents)
+    if path:
+        start |= load_checkpoint(path, model, optimizers)
+    elif init_from:
+        load_checkpoint(init_from, model)
+    if over_ranks(torch.tensor(start["step"], device=device)) != world * start["step"]:
+        sys.exit(f"rank {rank} has step {start['step']}, others another; nodes of a run must share {folder}")
     log = lambda *_: None
     if rank == 0:
-        log = open_log(Path("logs", f"{run}.txt"), model)
+        log = open_log(log_file, model)
         for newer in newest_first(folder):
             if int(newer.stem[5:]) > start["step"]:  # the run goes back to before it, or begins anew
                 newer.rename(newer.with_suffix(".abandoned"))

@@ -134,6 +134,13 @@ def test_every_optimizer_lowers_the_loss(optimizer):
         buffers = [t for entry in saved["optimizer"].values() for t in entry.values() if t.numel() > 1]
         assert {t.dtype for t in [*saved["model"].values(), *buffers]} == {getattr(torch, param_dtype)}
 
+def shrink(module):
+    module.first_sequence = lambda step: 2 * step
+
+def test_a_schedule_below_a_micro_batch_is_refused():
+    with pytest.raises(ValueError, match="multiple of micro_batch_size x ranks"):
+        train("run", meddle=shrink)
+
 def test_schedules():
     def factors(**settings):
         return [round(fresh(max_iters=10, warmup_iters=2, **settings).lr_factor(step), 6) for step in range(10)]
@@ -236,6 +243,9 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_a_changed_global_told(ca
     data = np.fromfile(newest, np.uint8)
     data[len(data) // 2:][:999] ^= 1  # beyond the gaps between a checkpoint's parts
     data.tofile(newest)
+    for flag in "resume", "init_from":
+        with pytest.raises(SystemExit, match="found no checkpoint of this model in .*damaged"):
+            train("other", **{flag: str(newest)})
     Path("checkpoints/run/step_00000007.pt").write_bytes(data[:1000])
     assert_equal(train("run", resume="auto", keep_checkpoints=0), whole)
     assert capsys.readouterr().err.count("passing over checkpoints/run/step_0000000") == 2
@@ -353,8 +363,8 @@ def on_a_node_of_its_own(alone, module):
     if module.rank == alone:
         os.chdir("node")
 
-@pytest.mark.parametrize("alone, told", [(1, "found no checkpoint checkpoints/run/step_00000008.pt on rank 1; "),
-                                         (0, "rank 1 found checkpoints, rank 0 none; ")])
+@pytest.mark.parametrize("alone, told", [(1, "rank 1 has step 0, others another; "),
+                                         (0, "rank 1 has step 8, others another; ")])
 def test_ranks_that_see_other_checkpoints_end(alone, told):
     train("run")
     write_tiny("node/data")

@@ -379,6 +379,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--by_code", action="store_true", help="a row for each version of the code that made the logs")
     parser.add_argument("--zeroshot", nargs="+", default=[], metavar="[NAME=]JSON", help="results of lm-eval-harness")
     args = parser.parse_args(argv)
+    if missing := [path for path in args.logs if not Path(path).exists()]:
+        parser.error(f"{missing[0]} does not exist")
     runs, repeats, notes = read_logs(args.logs, args.only, args.by_code)
     if not runs and not args.zeroshot:
         parser.error("no whole run among these logs. " + "; ".join(notes))
