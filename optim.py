@@ -27,7 +27,7 @@ def newton_schulz(G, steps=5, eps=1e-7, dtype=None, coefficients=JORDAN, split=1
     if not isinstance(X, DTensor):
         return iterate(X, steps, coefficients, split)
 
-    # Products need whole matrices. Ranks that have parts exchange them for some of the k.
+    # Products need whole matrices: ranks that have parts of all k exchange them for all of some.
     places = [Shard(0)] * X.device_mesh.ndim if in_parts(X) else X.placements
     O = iterate(X.redistribute(placements=places).to_local(), steps, coefficients, split)
     O = DTensor.from_local(O, X.device_mesh, places, shape=X.shape, stride=X.stride())
@@ -70,7 +70,7 @@ def fast_dtype(device):
         fast = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
         cpu = torch.cpu.get_capabilities()
-        fast = cpu.get("amx_bf16") or cpu.get("avx512_bf16") and "AMD" in cpu["cpu_name"]
+        fast = cpu.get("amx_bf16") or (cpu.get("avx512_bf16") and "AMD" in cpu["cpu_name"])
     return torch.bfloat16 if fast else torch.float32
 
 # ---- The variants ----
