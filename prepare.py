@@ -61,7 +61,7 @@ def load_tokenizer(name, file=None):
         return lambda text, _: np.frombuffer(text.encode(), "u1"), lambda ids: bytes(ids).decode(errors="replace")
     if name == "gpt2":
         import tiktoken
-        with in_one_line("GPT-2's vocabulary", "set TIKTOKEN_CACHE_DIR to a folder where it is cached, or --tokenizer bytes"):
+        with in_one_line("GPT-2's vocabulary", "set TIKTOKEN_CACHE_DIR to where it is cached, or --tokenizer bytes"):
             gpt2 = tiktoken.get_encoding("gpt2")
         def encode(text, starts):
             try:  # encode_ordinary's ids, without its list and without the GIL
@@ -274,14 +274,14 @@ def build(args, source, files, validates=None, count="train", listing=None):
           f"next: python {own.get('next', f'train_gpt.py --dataset={train} --run_name={train}')}")
 
 # ---- Commands --------------------------------------------------------------------------------------------------------
-def below(top):
-    """[(name, path)] of the files at or below `top`, sorted; each folder once, whatever links lead to it."""
+def below(top, leave=()):
+    """[(name, path)] of the files at or below `top`, each folder once, whatever links lead there, without `leave`."""
     base = top if top.is_dir() else top.parent
     found, seen, paths = [], set(base.resolve().parents), [top]
     for path in paths:  # which grows
         if not path.is_dir():
             found.append((path.relative_to(base).as_posix(), str(path)))
-        elif path.resolve() not in seen:
+        elif path.name not in leave and path.resolve() not in seen:
             seen.add(path.resolve())
             paths += sorted(path.iterdir())
     return sorted(found)
@@ -304,8 +304,8 @@ def find(tops, endings, splits):
 def prepare_pysrc(args):
     """Every .py of the running Python's library that is UTF-8, outside site-packages."""
     files = []
-    for name, path in below(Path(sysconfig.get_paths()["stdlib"])):
-        if name.endswith(".py") and not {"site-packages", "dist-packages"} & set(name.split("/")):
+    for name, path in below(Path(sysconfig.get_paths()["stdlib"]), leave=("site-packages", "dist-packages")):
+        if name.endswith(".py"):
             with contextlib.suppress(UnicodeDecodeError, FileNotFoundError):
                 Path(path).read_bytes().decode()
                 files.append((name, path, False))
