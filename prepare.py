@@ -269,9 +269,10 @@ def build(args, source, files, validates=None, count="train", listing=None):
     own = SOURCES.get(args.command, {})
     train, val = (args.name if tokens[split] else own.get("pair", "ANOTHER") for split in ("train", "val"))
     lacking = " or ".join(split for split in tokens if not tokens[split])
+    flags = "" if train == "pysrc" else f" --dataset={train} --run_name={train}"
     print(f"{final} has no {lacking} tokens: give more text (import: files named {lacking}), or train with "
           f"--dataset={train} --val_dataset={val}" if lacking else
-          f"next: python {own.get('next', f'train_gpt.py --dataset={train} --run_name={train}')}")
+          f"next: python {own.get('next', 'train_gpt.py' + flags)}")
 
 # ---- Commands --------------------------------------------------------------------------------------------------------
 def below(top, leave=()):
@@ -297,8 +298,7 @@ def find(tops, endings, splits):
             fits = split in splits and name.lower().endswith(endings) and "/." not in f"/{name}"
             (files if fits else left_out).append((name, path, split == "val"))
     if left_out:
-        print(f"left out: {len(left_out)} hidden, of other kinds, named test, or in an import not train or val; "
-              f"first {left_out[0][1]}")
+        print(f"left out: {len(left_out)} files, hidden, test, of other kinds or splits; first {left_out[0][1]}")
     return files
 
 def prepare_pysrc(args):

@@ -27,7 +27,7 @@ import optim
 # ---- Globals and presets -----------------------------------------------------------------------------------
 preset = "demo"               # a key of PRESETS
 run_name = ""                 # of log and checkpoints; default: SCRIPT-PRESET-OPTIMIZER-seedSEED
-resume = ""                   # auto: go on from this run's newest checkpoint, if there is one; or PATH of any
+resume = ""                   # auto: go on from this run's newest checkpoint, if there is one; or a step_N.pt
 init_from = ""                # begin with the weights alone of this checkpoint
 eval_only = False             # print the validation loss of what --resume or --init_from names, and end
 # data
@@ -473,7 +473,7 @@ def build_model(vocab):
             block.compile(dynamic=False)
         model.loss = torch.compile(model.loss, dynamic=False)
         if rank == 0:
-            print("compiling, up to a minute, within the first validation and the first update", flush=True)
+            print("compiling, a minute or two, within the first validation and the first update", flush=True)
     return model
 
 FORMATS = dict(train_time="{:.3f}s", step_avg="{:.2f}ms", time_left="{:.0f}s", lr="{:.6g}",
@@ -592,14 +592,14 @@ def report(figures, optimizers, log):
 
 def main(argv):
     configure(argv)
-    run = run_name or Path(resume).parent.name or f"{Path(__file__).stem}-{preset}-{optimizer}-seed{seed}"
-    folder, log_file = Path("checkpoints", run), Path("logs", f"{run}.txt")
-    if log_file.exists() and not resume and not eval_only:
-        sys.exit(f"{log_file} exists; give another --run_name, or go on with --resume=auto")
-    init_ranks()
     shards, val_shards = Shards(dataset, "train"), Shards(val_dataset or dataset, "val")
     if shards.vocab != val_shards.vocab:
         sys.exit(f"found {shards.vocab} ids to train on, {val_shards.vocab} to validate; use one tokenizer")
+    run = run_name or Path(resume).parent.name or f"{Path(__file__).stem}-{preset}-{optimizer}-seed{seed}"
+    folder, log_file = Path("checkpoints", run), Path("logs", f"{run}.txt")
+    if log_file.exists() and not resume and not eval_only:
+        sys.exit(f"{log_file} exists; give another --run_name, or, if it has ended, --resume=auto")
+    init_ranks()
     path = find_checkpoint(folder)
     if eval_only and not path and not init_from:
         sys.exit("found no checkpoint to evaluate; give --resume or --init_from")
@@ -631,7 +631,7 @@ def main(argv):
         changed = [f"{name}={value}" for name, value in settings().items() if old.get(name) != value]
         if start["data"] != shards.contents:
             changed.append("the data")
-        log(f"resumed:step:{start['step']} world_size:{world} changed:{','.join(changed)}")
+        log(f"resumed:step:{start['step']} world_size:{world} changed:{','.join(changed) or 'nothing'}")
     train(model, optimizers, shards, val_shards, start["step"], start["train_time"], folder, log)
     if world > 1 and device == "cuda":
         dist.destroy_process_group()  # gloo's ends with the process; destroying it may hang
