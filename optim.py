@@ -236,9 +236,13 @@ class Muon(torch.optim.Optimizer):
                 at_once = max(at_once, layout[0].size() if layout else 1)  # one a rank
                 for i in range(0, len(params), at_once):
                     self._update(group, params[i:i + at_once])
-        for p in (p for group in self.param_groups for p in group["params"] if p in self.owners):
+        sent = []
+        for p, owner in self.owners.items():
             whole = p.detach().contiguous()
-            dist.broadcast(whole, group_src=self.owners[p], group=self.process_group)
+            work = dist.broadcast(whole, group_src=owner, group=self.process_group, async_op=True)
+            sent.append((p, whole, work))
+        for p, whole, work in sent:
+            work.wait()
             p.copy_(whole)
         return loss
 
@@ -248,6 +252,7 @@ class Muon(torch.optim.Optimizer):
         states = {name: [state[name] for state in own] for name in VARIANTS[group["variant"]][1:]}
         options = group | {"t": own[0]["step"] + 1}
         options["ns_dtype"] = group["ns_dtype"] or fast_dtype(device)
+        del options["params"], options["compile"]
         for name, value in options.items():
             # Tensors can change without recompiling. As a constant, a power of 1 costs nothing.
             constant = name in ("nesterov", "ns_steps", "split") or (name, value) == ("power", 1)

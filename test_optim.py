@@ -350,6 +350,7 @@ def test_keys_of_others_in_the_state_stay():
     saved = opt.full_state_dict()
     opt.load_state_dict(saved)
     assert set(opt.state[params[0]]) == set(saved["state"][0]) == {"slow_copy", "step", "momentum", "variance"}
+    assert opt.state[params[1]]["step"] == 4
 
 def test_a_parameter_is_replaced():
     opt, (p, q) = trained()

@@ -27,7 +27,7 @@ import optim
 # ---- Globals and presets -----------------------------------------------------------------------------------
 preset = "demo"               # a key of PRESETS
 run_name = ""                 # of log and checkpoints; default: SCRIPT-PRESET-OPTIMIZER-seedSEED
-resume = ""                   # auto: go on from this run's newest checkpoint, if there is one; or a step_N.pt
+resume = ""                   # auto: go on from this run's newest checkpoint, if there is one; or PATH of any
 init_from = ""                # begin with the weights alone of this checkpoint
 eval_only = False             # print the validation loss of what --resume or --init_from names, and end
 # data
@@ -454,7 +454,8 @@ def init_ranks():
         print("runs uncompiled, so slower, as there is no C++ compiler", file=sys.stderr)
         compile = False
     if dtype == "auto":
-        dtype = str(optim.fast_dtype(device)).removeprefix("torch.")
+        fast = param_dtype == "bfloat16" or optim.fast_dtype(device) == torch.bfloat16
+        dtype = "bfloat16" if fast else "float32"
 
 def build_model(vocab):
     torch.manual_seed(seed)
@@ -508,7 +509,7 @@ def update(step, model, optimizers, shards):
     """One update. Returns the loss of this rank's sequences and the norm of the whole gradient, as tensors on
     the device, since reading them would wait for a GPU."""
     first, end = first_sequence(step), first_sequence(step + 1)
-    if first == end or (end - first) % (world * micro_batch_size):
+    if end <= first or (end - first) % (world * micro_batch_size):
         raise ValueError("the batch must be a multiple of micro_batch_size x ranks")
     micro_batches = range(first + rank * micro_batch_size, end, world * micro_batch_size)
     loss = 0.0
@@ -598,9 +599,16 @@ def main(argv):
     run = run_name or Path(resume).parent.name or f"{Path(__file__).stem}-{preset}-{optimizer}-seed{seed}"
     folder, log_file = Path("checkpoints", run), Path("logs", f"{run}.txt")
     if log_file.exists() and not resume and not eval_only:
-        sys.exit(f"{log_file} exists; give another --run_name, or, if it has ended, --resume=auto")
+        sys.exit(f"{log_file} exists; give another --run_name, or, if that run has ended, --resume=auto")
     init_ranks()
-    path = find_checkpoint(folder)
+    box = [find_checkpoint(folder) if rank == 0 else None]
+    if world > 1:
+        dist.broadcast_object_list(box)
+    path = box[0]
+    if path and not Path(path).exists():
+        sys.exit(f"found no checkpoint {path} on rank {rank}; nodes of a run must share its folder")
+    if resume == "auto" and not path and newest_first(folder):
+        sys.exit(f"rank {rank} found checkpoints, rank 0 none; nodes of a run must share {folder}")
     if eval_only and not path and not init_from:
         sys.exit("found no checkpoint to evaluate; give --resume or --init_from")
 
@@ -618,8 +626,6 @@ def main(argv):
         start |= load_checkpoint(path, model, optimizers)
     elif init_from:
         load_checkpoint(init_from, model)
-    if over_ranks(torch.tensor(start["step"], device=device)) != world * start["step"]:
-        sys.exit(f"rank {rank} has step {start['step']}, others another; nodes of a run must share {folder}")
     log = lambda *_: None
     if rank == 0:
         log = open_log(log_file, model)
