@@ -140,8 +140,6 @@ def diverged(name):
     return code == 1 and text(name).count("\ndiverged: ") == text(name).count("\nresumed:") == 4
 
 if __name__ == "__main__":
-    if "--help" in sys.argv:
-        sys.exit(__doc__)
     began, rng = time.time(), random.Random(1)
     torch.set_num_threads(1)
     os.chdir(tempfile.mkdtemp())
