@@ -80,15 +80,18 @@ CELLS = {  # flags of a cell: where the searches start, by power
 }
 
 def the_line(pool: ThreadPoolExecutor) -> dict:
-    """Part 3: tuned powers 0, 0.5 and 1; 0.25 and 0.75 at the rates of either neighbour; then seeds 1 to 8. Returns the
-    rates of each power, and the best one between 0 and 1, by cell and corpus."""
+    """Part 3. In each cell, first what matters most, on both corpora: powers 0 and 0.5, tuned, seeds 1 to 8. Then power
+    1, tuned; 0.25 and 0.75 at the rates of either neighbour; seeds 1 to 8 of power 1 and the best one between. Returns
+    the rates of each power, and the best one between 0 and 1, by cell and corpus."""
     found = {}
     for flags, starts in CELLS.items():
-        for dataset in "english", "pysrc":
-            cell = flags.format(dataset)
-            rates = all_tuned(pool, cell, {power: starts[power] for power in (0, 0.5)})
-            seeds(pool, cell, rates, 8)  # first what matters most
-            rates |= all_tuned(pool, cell, {1: starts[1]})
+        cells = {dataset: flags.format(dataset) for dataset in ("english", "pysrc")}
+        tuned_rates = {}
+        for dataset, cell in cells.items():
+            tuned_rates[dataset] = all_tuned(pool, cell, {power: starts[power] for power in (0, 0.5)})
+            seeds(pool, cell, tuned_rates[dataset], 8)
+        for dataset, cell in cells.items():
+            rates = tuned_rates[dataset] | all_tuned(pool, cell, {1: starts[1]})
             between = [(power, rates[near]) for power, nears in ((0.25, (0, 0.5)), (0.75, (0.5, 1))) for near in nears]
             losses = list(pool.map(lambda point: run(cell, *point, 101), between))
             for (power, at), _ in sorted(zip(between, losses), key=lambda item: -item[1]):
