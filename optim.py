@@ -27,7 +27,7 @@ def newton_schulz(G, steps=5, eps=1e-7, dtype=None, coefficients=JORDAN, split=1
     if not isinstance(X, DTensor):
         return iterate(X, steps, coefficients, split)
 
-    # Products need whole matrices: ranks that have parts of all k exchange them for all of some.
+    # Products need whole matrices: in place of parts of all k, each rank takes some of them whole.
     places = [Shard(0)] * X.device_mesh.ndim if in_parts(X) else X.placements
     O = iterate(X.redistribute(placements=places).to_local(), steps, coefficients, split)
     O = DTensor.from_local(O, X.device_mesh, places, shape=X.shape, stride=X.stride())
@@ -231,19 +231,18 @@ class Muon(torch.optim.Optimizer):
                     layout = (p.device_mesh, p.placements) if isinstance(p, DTensor) else None
                     alike.setdefault((step, p.shape, p.dtype, p.device, layout), []).append(p)
             for (_, shape, _, device, layout), params in alike.items():
-                # Stacks save calls, but their copies take memory, and on a CPU time.
-                at_once = 1 if device.type == "cpu" else 2**27 // shape.numel()
-                at_once = max(at_once, layout[0].size() if layout else 1)  # one a rank
+                # Ranks that have parts take a matrix each. More at once saves calls, but the copies
+                # take memory, and on a CPU time.
+                ranks = layout[0].size() if layout else 1
+                at_once = ranks if device.type == "cpu" else max(ranks, 2**27 // shape.numel())
                 for i in range(0, len(params), at_once):
                     self._update(group, params[i:i + at_once])
-        sent = []
-        for p, owner in self.owners.items():
-            whole = p.detach().contiguous()
-            work = dist.broadcast(whole, group_src=owner, group=self.process_group, async_op=True)
-            sent.append((p, whole, work))
-        for p, whole, work in sent:
+        whole = {p: p.detach().contiguous() for p in self.owners}
+        sent = [dist.broadcast(whole[p], group_src=owner, group=self.process_group, async_op=True)
+                for p, owner in self.owners.items()]
+        for p, work in zip(whole, sent):
             work.wait()
-            p.copy_(whole)
+            p.copy_(whole[p])
         return loss
 
     def _update(self, group, params):
@@ -258,13 +257,12 @@ class Muon(torch.optim.Optimizer):
             constant = name in ("nesterov", "ns_steps", "split") or (name, value) == ("power", 1)
             if isinstance(value, int | float) and not constant:
                 options[name] = torch.tensor(value, dtype=torch.float64, device="cpu")
-        weights, gradients = [p.detach() for p in params], [p.grad for p in params]
         batch = device == "cpu" and params[0].ndim > 2  # Inductor fails on some of these
         eager = not group["compile"] or isinstance(params[0], DTensor) or batch
         run = update if eager else compiled_update()
         try:
             with torch.autocast(device, enabled=False):
-                run(weights, gradients, states, **options)
+                run([p.detach() for p in params], [p.grad for p in params], states, **options)
         except torch._dynamo.exc.TorchDynamoException as error:
             raise RuntimeError("torch.compile failed; try Muon(..., compile=False)") from error
         for state in own:
@@ -312,7 +310,7 @@ class Muon(torch.optim.Optimizer):
                     for name, value in state_dict["state"][i].items():
                         if name == "step":
                             value = torch.as_tensor(value).max()  # older files have (1, 1)
-                        like = state.get(name, p)
+                        like = state.get(name, p)  # p for what wrappers keep
                         if torch.is_tensor(value) and value.shape == like.shape:
                             value = placed_like(value, like)
                         elif name in state:
