@@ -305,7 +305,7 @@ class Muon(torch.optim.Optimizer):
         super().load_state_dict({"state": {}, "param_groups": groups})  # it would cast the state
         for group, saved in zip(self.param_groups, groups):
             for p, i in zip(group["params"], saved["params"]):
-                if i in state_dict["state"] and self.owners.get(p, self.rank) == self.rank:
+                if state_dict["state"].get(i) and self.owners.get(p, self.rank) == self.rank:
                     state = self._state(group, p)
                     for name, value in state_dict["state"][i].items():
                         if name == "step":
