@@ -25,14 +25,13 @@ def build_and_name(model):
     return build(model)
 
 def step(self, closure=None):
-    self.seen = getattr(self, "seen", -1) + 1  # the first one only compiles
+    self.seen = getattr(self, "seen", -1) + 1
     if self.seen in AT:
         shares = defaultdict(list)
-        for p in self.param_groups[0]["params"]:
-            S = {name: t.clone() for name, t in self.state[p].items()}
-            S["step"] += 1
-            proxy, S_new = optim.muon_vs(p.grad, S, dict(momentum=0.95, nesterov=True, eps=1e-8))
-            square, variance = proxy.square(), S_new["variance"]
+        for p, S in self.state.items():
+            M_tilde, variance, _ = optim.averages(p.grad, S, S["step"] + 1, 0.95, True)
+            proxy = M_tilde / (variance.sqrt() + 1e-8)
+            square = proxy.square()
             quiet = variance < 0.01 * variance.mean()
             largest = square.flatten().topk(square.numel() // 100).values
             shares[names[p]].append([x.item() for x in (quiet.float().mean(), square[quiet].sum() / square.sum(),
