@@ -309,13 +309,14 @@ class Muon(torch.optim.Optimizer):
                     state = self._state(group, p)
                     for name, value in state_dict["state"][i].items():
                         if name == "step":
-                            value = torch.as_tensor(value).max()  # older files have (1, 1)
-                        like = state.get(name, p)  # p for what wrappers keep
-                        if torch.is_tensor(value) and value.shape == like.shape:
-                            value = placed_like(value, like)
-                        elif name in state:
+                            state[name].fill_(torch.as_tensor(value).max())  # older files: (1, 1)
+                        elif name not in state:  # a wrapper's
+                            like_p = torch.is_tensor(value) and value.shape == p.shape
+                            state[name] = placed_like(value, p) if like_p else value
+                        elif value.shape == state[name].shape:
+                            state[name].copy_(placed_like(value, state[name]))
+                        else:
                             raise RuntimeError(f"{name} of parameter {i} has another shape")
-                        state[name] = like.copy_(value) if name in state else value
 
     def __getstate__(self):  # torch's copies and pickles have its own three attributes alone
         ours = dict(process_group=self.process_group, rank=self.rank, owners=self.owners)
