@@ -498,6 +498,8 @@ def open_log(path, model):
         figures = {name: x for name, x in figures.items() if x is not None}
         for name, x in figures.items():
             line += f" {name}:" + FORMATS.get(name, "{:.5f}").format(x)
+        if os.fstat(file.fileno()).st_size != file.tell():
+            sys.exit(f"{path} has grown: this run ends, since another start of its name goes on with it")
         print(line, file=file)
         with contextlib.suppress(OSError):  # of a terminal that is gone
             print(line, flush=True)

@@ -361,6 +361,25 @@ def test_of_two_runs_of_one_name_at_once_the_second_ends():
     train("run", meddle=begin_again)
     assert [int(re.match(r"step:(\d)/", line)[1]) for line in log_lines("run")[:-1]] == [*range(9)]
 
+def resumes_again(module):
+    """Within update 5 another start of this run goes on from the checkpoint of update 4, as far as update 6."""
+    update = module.update
+    def meddled(step, *args):
+        if step == 5:
+            module.update = update
+            train("run", resume="auto", max_iters=6)
+        return update(step, *args)
+    module.update = meddled
+
+def test_of_two_that_resume_one_run_at_once_the_later_goes_on():
+    """The other writes nothing more, neither into the log nor a checkpoint."""
+    train("run", max_iters=4)
+    with pytest.raises(SystemExit, match="logs/run.txt has grown: .* another start"):
+        train("run", resume="auto", meddle=resumes_again)
+    begun = [line.split()[0] for line in log_lines("run")[-6:]]
+    assert begun == ["step:5/8", "resumed:step:4", "step:4/6", "step:5/6", "step:6/6", "final"]
+    assert sorted(os.listdir("checkpoints/run")) == ["step_00000004.pt", "step_00000006.pt"]
+
 def on_a_node_of_its_own(alone, module):
     if module.rank == alone:
         os.chdir("node")
