@@ -546,16 +546,16 @@ def train(model, optimizers, shards, val_shards, step, train_time, folder, log):
     if world > 1 and not fsdp:
         parallel = nn.parallel.DistributedDataParallel(
             model, broadcast_buffers=False, gradient_as_bucket_view=True)
-    first_step, first_time, loss, norm, speeds = step, train_time, 0.0, 0.0, {}
+    first_step, first_time, recent = step, train_time, {}  # recent: figures of the updates since a pause
     while True:
         last = step >= max_iters
         val_loss, val_acc = None, None
         if last or step % eval_interval == 0:
             val_loss, val_acc = evaluate(model, val_shards)
         step_avg = 1000 * (train_time - first_time) / max(1, step - first_step - 1)
-        figures = dict(val_loss=val_loss, train_time=train_time, step_avg=step_avg, val_acc=val_acc, **speeds)
+        figures = dict(val_loss=val_loss, train_time=train_time, step_avg=step_avg, val_acc=val_acc, **recent)
         log(f"step:{step}/{max_iters}", figures, step)
-        if not math.isfinite(loss + norm + (val_loss or 0.0)):
+        if not all(math.isfinite(x) for x in figures.values() if x is not None):
             log(f"diverged: no finite loss or gradient at update {step}; try a lower --learning_rate")
             sys.exit(1)
         stop = over_ranks(torch.tensor(len(signals), device=device)) > 0
@@ -563,7 +563,7 @@ def train(model, optimizers, shards, val_shards, step, train_time, folder, log):
         if stop or due:
             save_checkpoint(folder, model, optimizers, shards, step=step, train_time=train_time)
         if last:
-            return report(figures, optimizers, log)
+            return report(dict(val_loss=val_loss, val_acc=val_acc, train_time=train_time), optimizers, log)
         if stop:
             return log("stopped; the same command with --resume=auto goes on")
 
@@ -575,12 +575,12 @@ def train(model, optimizers, shards, val_shards, step, train_time, folder, log):
             step += 1
         torch.get_device_module(device).synchronize()
         seconds = time.perf_counter() - clock
-        loss, norm = float(over_ranks(loss) / world), float(norm)
-        speeds = dict(train_loss=loss, grad_norm=norm, lr=learning_rate * lr_factor(step - 1))
+        recent = dict(train_loss=float(over_ranks(loss) / world), grad_norm=float(norm),
+                      lr=learning_rate * lr_factor(step - 1))
         if begin > first_step:
             train_time += seconds
             tokens_per_s = (first_sequence(step) - first_sequence(begin)) * block_size / seconds
-            speeds |= dict(tokens_per_s=tokens_per_s, mfu=mfu(model, tokens_per_s),
+            recent |= dict(tokens_per_s=tokens_per_s, mfu=mfu(model, tokens_per_s),
                            time_left=seconds / (step - begin) * (max_iters - step))
 
 def report(figures, optimizers, log):
@@ -590,8 +590,7 @@ def report(figures, optimizers, log):
     state = sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in buffers)
     most = torch.tensor([torch.cuda.max_memory_allocated() or rss, state], device=device) / 2**20
     memory, state = over_ranks(most, dist.ReduceOp.MAX).tolist()
-    final = {name: figures[name] for name in ("val_loss", "val_acc", "train_time")}
-    log("final", final | dict(peak_memory_mib=memory, optimizer_state_mib=state), max_iters)
+    log("final", figures | dict(peak_memory_mib=memory, optimizer_state_mib=state), max_iters)
 
 def main(argv):
     configure(argv)
