@@ -153,12 +153,12 @@ def configure(argv):
         parser.add_argument(f"--{name}", type=kind, choices=CHOICES.get(name))
     flags = vars(parser.parse_args(argv))
 
-    name, rival = flags.get("preset", preset), flags.get("optimizer", optimizer)
-    overrides = PRESETS[name] | PRESETS.get(f"{name}/{rival}", {})
+    globals().update(flags)
+    overrides = PRESETS[preset] | PRESETS.get(f"{preset}/{optimizer}", {})
     if "dataset" in flags:
         overrides.pop("val_dataset", None)
     overrides = {name: x for name, x in overrides.items() if name not in flags}
-    globals().update(overrides | flags)
+    globals().update(overrides)
     if "help" in flags:
         comments = dict(re.findall(r"^(\w+) = .*?# (.+)$", SOURCES[0], re.M))
         sys.stdout.reconfigure(errors="replace")  # for terminals without Greek letters
