@@ -533,9 +533,9 @@ signals = []  # that came
 
 def on_signal(number, frame):
     """The run saves and stops at its next log line; a second Ctrl-C ends it at once."""
+    if number == signal.SIGINT and number in signals:
+        raise KeyboardInterrupt
     signals.append(number)
-    if number == signal.SIGINT:
-        signal.signal(number, signal.default_int_handler)
 
 def train(model, optimizers, shards, val_shards, step, train_time, folder, log):
     """Updates, and pauses between them in which the clock stops. The first, which compiles, is not timed."""
