@@ -144,7 +144,7 @@ restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 def configure(argv):
     """Sets the globals: PRESETS[preset], then PRESETS["preset/optimizer"], then --name=value."""
-    global micro_batch_size
+    global micro_batch_size, run_name
     parser = argparse.ArgumentParser(usage="%(prog)s --name=value ..., or --help", add_help=False,
                                      allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("--help", action="store_true")
@@ -176,6 +176,8 @@ def configure(argv):
     micro_batch_size = micro_batch_size or max(1, batch_size // world)
     if batch_size % (micro_batch_size * world):
         parser.error(f"--batch_size={batch_size}: no multiple of {world} x {micro_batch_size=}")
+    default = f"{Path(__file__).stem}-{preset}-{optimizer}-seed{seed}"
+    run_name = run_name or Path(resume).parent.name or default
     if overrides and rank == 0:
         print("set by PRESETS:", *(f"--{name}={x}" for name, x in overrides.items()), file=sys.stderr)
 
@@ -401,7 +403,7 @@ def hardware():
     return f"{torch.cpu.get_capabilities().get('cpu_name', 'CPU')}, {torch.get_num_threads()} threads a rank"
 
 # ---- Checkpoints -------------------------------------------------------------------------------------------
-def save_checkpoint(folder, model, optimizers, shards, step, train_time):
+def save_checkpoint(model, optimizers, shards, step, train_time):
     """Writes step_N.pt whole or not at all, and removes old ones. All ranks call it; each may hold parts."""
     content = dict(script=Path(__file__).name, step=step, train_time=train_time, globals=settings(),
                    data=shards.contents, vocab=shards.vocab, eot=shards.eot, optimizer={})
@@ -413,8 +415,8 @@ def save_checkpoint(folder, model, optimizers, shards, step, train_time):
             content["optimizer"][name] = {key: whole(t) for key, t in state.get(i, {}).items()}
     if rank > 0:
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"step_{step:08d}.pt"
+    path = Path("checkpoints", run_name, f"step_{step:08d}.pt")
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     try:
         with open(temporary, "wb") as file:
@@ -425,7 +427,7 @@ def save_checkpoint(folder, model, optimizers, shards, step, train_time):
     finally:
         temporary.unlink(missing_ok=True)
     if keep_checkpoints:
-        for old in newest_first(folder)[keep_checkpoints:]:
+        for old in newest_first()[keep_checkpoints:]:
             old.unlink()
 
 def whole(t):
@@ -437,19 +439,19 @@ def named_parameters(model, opt):
     names = {p: name for name, p in model.named_parameters()}
     return [(names[p], p) for group in opt.param_groups for p in group["params"]]
 
-def newest_first(folder):
-    return sorted(folder.glob(f"step_{8 * '[0-9]'}.pt"), reverse=True)
+def newest_first():
+    return sorted(Path("checkpoints", run_name).glob(f"step_{8 * '[0-9]'}.pt"), reverse=True)
 
-def find_checkpoint(folder):
-    """--resume=PATH; of auto, or restarted by torchrun, the newest in `folder` that is whole; or nothing."""
-    own = newest_first(folder) if resume == "auto" or resume and restarts != "0" else []
+def find_checkpoint():
+    """--resume=PATH; of auto, or restarted by torchrun, this run's newest that is whole; or nothing."""
+    own = newest_first() if resume == "auto" or resume and restarts != "0" else []
     for path in own:
         with contextlib.suppress(Exception):  # a damaged file may raise nearly any
             read_checkpoint(path)
             return path
         print(f"passing over {path}, which is damaged", file=sys.stderr)
     if own:
-        sys.exit(f"found no checkpoint in {folder} that is whole; give another --resume=PATH or --run_name")
+        sys.exit(f"found no checkpoint of {run_name} that is whole; give another --resume=PATH or --run_name")
     return "" if resume == "auto" else resume
 
 def read_checkpoint(path):
@@ -574,7 +576,7 @@ def on_signal(number, frame):
         raise KeyboardInterrupt
     signals.append(number)
 
-def train(model, optimizers, shards, val_shards, step, train_time, folder, log):
+def train(model, optimizers, shards, val_shards, step, train_time, log):
     """Updates, and pauses between them in which the clock stops. The first, which compiles, is not timed."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # which nohup sets
@@ -598,7 +600,7 @@ def train(model, optimizers, shards, val_shards, step, train_time, folder, log):
         stop = over_ranks(torch.tensor(len(signals), device=device)) > 0
         due = step > first_step and (last or step % checkpoint_interval == 0)
         if stop or due:
-            save_checkpoint(folder, model, optimizers, shards, step=step, train_time=train_time)
+            save_checkpoint(model, optimizers, shards, step=step, train_time=train_time)
         if last:
             return report(dict(val_loss=val_loss, val_acc=val_acc, train_time=train_time), optimizers, log)
         if stop:
@@ -634,19 +636,18 @@ def main(argv):
     shards, val_shards = Shards(dataset, "train"), Shards(val_dataset or dataset, "val")
     if shards.vocab != val_shards.vocab:
         sys.exit(f"found {shards.vocab} ids to train on, {val_shards.vocab} to validate; use one tokenizer")
-    run = run_name or Path(resume).parent.name or f"{Path(__file__).stem}-{preset}-{optimizer}-seed{seed}"
-    folder, log_file = Path("checkpoints", run), Path("logs", f"{run}.txt")
+    log_file = Path("logs", f"{run_name}.txt")
     if log_file.exists() and not resume and not eval_only:
         sys.exit(f"{log_file} exists; give another --run_name, or, if that run has ended, --resume=auto")
     init_ranks()
-    box = [find_checkpoint(folder) if rank == 0 else None]
+    box = [find_checkpoint() if rank == 0 else None]
     if world > 1:
         dist.broadcast_object_list(box)
     path = box[0]
     if path and not Path(path).exists():
         sys.exit(f"found no checkpoint {path} on rank {rank}; nodes of a run must share its folder")
-    if resume == "auto" and not path and newest_first(folder):
-        sys.exit(f"rank {rank} found checkpoints, rank 0 none; nodes of a run must share {folder}")
+    if resume == "auto" and not path and newest_first():
+        sys.exit(f"rank {rank} found checkpoints, rank 0 none; nodes of a run must share their folder")
     if eval_only and not path and not init_from:
         sys.exit("found no checkpoint to evaluate; give --resume or --init_from")
 
@@ -667,7 +668,7 @@ def main(argv):
     log = lambda *_: None
     if rank == 0:
         log = open_log(log_file, model)
-        for newer in newest_first(folder):
+        for newer in newest_first():
             if int(newer.stem[5:]) > start["step"]:  # the run goes back to before it, or begins anew
                 newer.rename(newer.with_suffix(".abandoned"))
     if resume:
@@ -676,7 +677,7 @@ def main(argv):
         if start["data"] != shards.contents:
             changed.append("the data")
         log(f"resumed:step:{start['step']} world_size:{world} changed:{','.join(changed) or 'nothing'}")
-    train(model, optimizers, shards, val_shards, start["step"], start["train_time"], folder, log)
+    train(model, optimizers, shards, val_shards, start["step"], start["train_time"], log)
     if world > 1 and device == "cuda":
         dist.destroy_process_group()  # gloo's ends with the process; destroying it may hang
 

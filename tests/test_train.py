@@ -270,9 +270,9 @@ def test_newest_is_the_highest_step_and_a_run_may_go_back(monkeypatch):
     train("run", checkpoint_interval=2, keep_checkpoints=0)
     os.utime("checkpoints/run/step_00000002.pt")  # as copying may leave it
     Path("checkpoints/run/step_best.pt").touch()  # someone's own
-    t = fresh(resume="auto")
+    t = fresh(resume="auto", run_name="run")
     pytest.raises(SystemExit, train, "run", resume="checkpoints/run/step_00000002.pt", optimizer="adamw")
-    assert t.find_checkpoint(Path("checkpoints/run")).name == "step_00000008.pt"
+    assert t.find_checkpoint().name == "step_00000008.pt"
     train("run", resume="checkpoints/run/step_00000002.pt", max_iters=4)
     left = sorted(path.name[-11:] for path in Path("checkpoints/run").iterdir())
     assert left == ["00000002.pt", "00000004.pt", "4.abandoned", "6.abandoned", "8.abandoned", "tep_best.pt"]
@@ -283,7 +283,7 @@ def test_newest_is_the_highest_step_and_a_run_may_go_back(monkeypatch):
     assert re.findall("^resumed:step:(.)", Path("logs/run.txt").read_text(), re.M) == ["2", "4", "6"]
     os.unlink("logs/run.txt")
     train("run", checkpoint_interval=2, max_iters=2)  # begins anew
-    assert t.find_checkpoint(Path("checkpoints/run")).name == "step_00000002.pt"
+    assert t.find_checkpoint().name == "step_00000002.pt"
 
 def mlp_first(module):
     class Block(module.Block):
