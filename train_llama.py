@@ -443,16 +443,29 @@ def newest_first():
     return sorted(Path("checkpoints", run_name).glob(f"step_{8 * '[0-9]'}.pt"), reverse=True)
 
 def find_checkpoint():
-    """--resume=PATH; of auto, or restarted by torchrun, this run's newest that is whole; or nothing."""
-    own = newest_first() if resume == "auto" or resume and restarts != "0" else []
-    for path in own:
+    """--resume=PATH; of auto, or restarted by torchrun, this run's newest; or "". Rank 0 chooses for all."""
+    path = "" if resume == "auto" else resume
+    if rank == 0 and (resume == "auto" or resume and restarts != "0"):
+        path = newest_whole() or path
+    if world > 1:
+        box = [path]
+        dist.broadcast_object_list(box)
+        path = box[0]
+    if path and not Path(path).exists():
+        sys.exit(f"found no checkpoint {path} on rank {rank}; nodes of a run must share its folder")
+    if resume == "auto" and not path and newest_first():
+        sys.exit(f"rank {rank} found checkpoints, rank 0 none; nodes of a run must share their folder")
+    return path
+
+def newest_whole():
+    """The newest checkpoint of this run that is not damaged, or None if it has none at all."""
+    for path in newest_first():
         with contextlib.suppress(Exception):  # a damaged file may raise nearly any
             read_checkpoint(path)
             return path
         print(f"passing over {path}, which is damaged", file=sys.stderr)
-    if own:
+    if newest_first():
         sys.exit(f"found no checkpoint of {run_name} that is whole; give another --resume=PATH or --run_name")
-    return "" if resume == "auto" else resume
 
 def read_checkpoint(path):
     if zipfile.ZipFile(path).testzip():  # torch.save writes checksums
@@ -640,14 +653,7 @@ def main(argv):
     if log_file.exists() and not resume and not eval_only:
         sys.exit(f"{log_file} exists; give another --run_name, or, if that run has ended, --resume=auto")
     init_ranks()
-    box = [find_checkpoint() if rank == 0 else None]
-    if world > 1:
-        dist.broadcast_object_list(box)
-    path = box[0]
-    if path and not Path(path).exists():
-        sys.exit(f"found no checkpoint {path} on rank {rank}; nodes of a run must share its folder")
-    if resume == "auto" and not path and newest_first():
-        sys.exit(f"rank {rank} found checkpoints, rank 0 none; nodes of a run must share their folder")
+    path = find_checkpoint()
     if eval_only and not path and not init_from:
         sys.exit("found no checkpoint to evaluate; give --resume or --init_from")
 
