@@ -454,18 +454,16 @@ def find_checkpoint():
     if path and not Path(path).exists():
         sys.exit(f"found no checkpoint {path} on rank {rank}; nodes of a run must share its folder")
     if resume == "auto" and not path and newest_first():
-        sys.exit(f"rank {rank} found checkpoints, rank 0 none; nodes of a run must share their folder")
+        sys.exit(f"rank 0 found no checkpoint to read, rank {rank} sees some; nodes of a run must share them")
     return path
 
 def newest_whole():
-    """The newest checkpoint of this run that is not damaged, or None if it has none at all."""
+    """The newest checkpoint of this run that is not damaged, or None."""
     for path in newest_first():
         with contextlib.suppress(Exception):  # a damaged file may raise nearly any
             read_checkpoint(path)
             return path
         print(f"passing over {path}, which is damaged", file=sys.stderr)
-    if newest_first():
-        sys.exit(f"found no checkpoint of {run_name} that is whole; give another --resume=PATH or --run_name")
 
 def read_checkpoint(path):
     if zipfile.ZipFile(path).testzip():  # torch.save writes checksums
