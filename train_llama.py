@@ -142,6 +142,15 @@ world = int(os.environ.get("WORLD_SIZE", 1))
 local_rank = int(os.environ.get("LOCAL_RANK", rank % max(1, torch.cuda.device_count())))
 restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
+def settings():
+    return {name: globals()[name] for name in GLOBALS}
+
+def boolean(text):
+    return ["false", "true"].index(text.lower()) == 1
+
+def numbers(text):
+    return tuple(map(float, text.strip("()").split(",")))
+
 def configure(argv):
     """Sets the globals: PRESETS[preset], then PRESETS["preset/optimizer"], then --name=value."""
     global micro_batch_size, run_name
@@ -181,16 +190,11 @@ def configure(argv):
     if overrides and rank == 0:
         print("set by PRESETS:", *(f"--{name}={x}" for name, x in overrides.items()), file=sys.stderr)
 
-def boolean(text):
-    return ["false", "true"].index(text.lower()) == 1
-
-def numbers(text):
-    return tuple(map(float, text.strip("()").split(",")))
-
-def settings():
-    return {name: globals()[name] for name in GLOBALS}
-
 # ---- Data loader -------------------------------------------------------------------------------------------
+@functools.lru_cache(2)
+def permutation(n, *key):
+    return np.random.default_rng(key).permutation(n)
+
 class Shards:
     """A split's token shards (256 int32, then uint16 tokens, as llm.c and modded-nanogpt have them), cut into
     windows of block_size + 1 tokens, neighbours sharing one. What remains of a shard is left out."""
@@ -232,10 +236,6 @@ class Shards:
         has each window once, in an order of its own."""
         places = [divmod(i, self.n_windows) for i in range(first, first + count)]
         return self.read([permutation(self.n_windows, seed, epoch)[place] for epoch, place in places])
-
-@functools.lru_cache(2)
-def permutation(n, *key):
-    return np.random.default_rng(key).permutation(n)
 
 # ---- Model -------------------------------------------------------------------------------------------------
 def rotate(x_BHTK, cos, sin):
@@ -345,12 +345,6 @@ def build_optimizers(model):
     assert Counter(placed) == Counter(model.parameters()), "a parameter is in no group, or in two"
     return optimizers
 
-def set_schedules(step, optimizers):
-    """Sets what changes from update to update, here the learning rates."""
-    for opt in optimizers:
-        for group in opt.param_groups:
-            group["lr"] = group.setdefault("initial_lr", group["lr"]) * lr_factor(step)
-
 def lr_factor(step):
     """Both learning rates as a fraction of their peaks, at updates 0 to max_iters - 1."""
     if step < warmup_iters:
@@ -364,11 +358,22 @@ def lr_factor(step):
         left = min(1.0, (max_iters - step) / max(1.0, decay_frac * max_iters))
     return min_lr_frac + (1 - min_lr_frac) * left
 
+def set_schedules(step, optimizers):
+    """Sets what changes from update to update, here the learning rates."""
+    for opt in optimizers:
+        for group in opt.param_groups:
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * lr_factor(step)
+
 def first_sequence(step):
     """The sequence of the run that update `step` begins with; it ends before that of update step + 1."""
     return step * batch_size
 
 # ---- Evaluation --------------------------------------------------------------------------------------------
+def over_ranks(value, op=dist.ReduceOp.SUM):
+    if world > 1:
+        dist.all_reduce(value, op)
+    return value
+
 @torch.no_grad()
 def evaluate(model, shards):
     """Mean cross-entropy (nats per token) and accuracy over the first val_tokens, whatever the batch."""
@@ -384,10 +389,10 @@ def evaluate(model, shards):
     model.train()
     return (over_ranks(sums) / (total * block_size)).tolist()
 
-def over_ranks(value, op=dist.ReduceOp.SUM):
-    if world > 1:
-        dist.all_reduce(value, op)
-    return value
+def hardware():
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    return f"{torch.cpu.get_capabilities().get('cpu_name', 'CPU')}, {torch.get_num_threads()} threads a rank"
 
 def mfu(model, tokens_per_s):
     """Model FLOPs utilisation, where the GPU's bf16 peak is known. A token costs 6 FLOPs a matrix parameter
@@ -397,12 +402,19 @@ def mfu(model, tokens_per_s):
     flops = 6 * matrices + 12 * n_layer * n_embd * block_size
     return tokens_per_s * flops / (peaks[hardware()] * world) if hardware() in peaks else None
 
-def hardware():
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    return f"{torch.cpu.get_capabilities().get('cpu_name', 'CPU')}, {torch.get_num_threads()} threads a rank"
-
 # ---- Checkpoints -------------------------------------------------------------------------------------------
+def newest_first():
+    return sorted(Path("checkpoints", run_name).glob(f"step_{8 * '[0-9]'}.pt"), reverse=True)
+
+def named_parameters(model, opt):
+    names = {p: name for name, p in model.named_parameters()}
+    return [(names[p], p) for group in opt.param_groups for p in group["params"]]
+
+def whole(t):
+    """t on rank 0's CPU; of a DTensor every rank has a part."""
+    t = t.full_tensor() if isinstance(t, DTensor) else t
+    return t.cpu() if rank == 0 else None
+
 def save_checkpoint(model, optimizers, shards, step, train_time):
     """Writes step_N.pt whole or not at all, and removes old ones. All ranks call it; each may hold parts."""
     content = dict(script=Path(__file__).name, step=step, train_time=train_time, globals=settings(),
@@ -430,17 +442,18 @@ def save_checkpoint(model, optimizers, shards, step, train_time):
         for old in newest_first()[keep_checkpoints:]:
             old.unlink()
 
-def whole(t):
-    """t on rank 0's CPU; of a DTensor every rank has a part."""
-    t = t.full_tensor() if isinstance(t, DTensor) else t
-    return t.cpu() if rank == 0 else None
+def read_checkpoint(path):
+    if zipfile.ZipFile(path).testzip():  # torch.save writes checksums
+        raise ValueError("a part is damaged")
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
-def named_parameters(model, opt):
-    names = {p: name for name, p in model.named_parameters()}
-    return [(names[p], p) for group in opt.param_groups for p in group["params"]]
-
-def newest_first():
-    return sorted(Path("checkpoints", run_name).glob(f"step_{8 * '[0-9]'}.pt"), reverse=True)
+def newest_whole():
+    """The newest checkpoint of this run that is not damaged, or None."""
+    for path in newest_first():
+        with contextlib.suppress(Exception):  # a damaged file may raise nearly any
+            read_checkpoint(path)
+            return path
+        print(f"passing over {path}, which is damaged", file=sys.stderr)
 
 def find_checkpoint():
     """--resume=PATH; of auto, or restarted by torchrun, this run's newest; or "". Rank 0 chooses for all."""
@@ -456,19 +469,6 @@ def find_checkpoint():
     if resume == "auto" and not path and newest_first():
         sys.exit(f"rank 0 found no checkpoint to read, rank {rank} sees some; nodes of a run must share them")
     return path
-
-def newest_whole():
-    """The newest checkpoint of this run that is not damaged, or None."""
-    for path in newest_first():
-        with contextlib.suppress(Exception):  # a damaged file may raise nearly any
-            read_checkpoint(path)
-            return path
-        print(f"passing over {path}, which is damaged", file=sys.stderr)
-
-def read_checkpoint(path):
-    if zipfile.ZipFile(path).testzip():  # torch.save writes checksums
-        raise ValueError("a part is damaged")
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 def load_checkpoint(path, model, optimizers=()):
     """Loads weights and, by the parameters' names, the state of optimizers. Returns the rest."""
@@ -579,6 +579,15 @@ def update(step, model, optimizers, shards):
         opt.zero_grad()
     return loss, norm
 
+def report(figures, optimizers, log):
+    """The last line, with memory and optimizer state of the rank that has most."""
+    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    buffers = [t for opt in optimizers for entry in opt.state.values() for t in entry.values()]
+    state = sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in buffers)
+    most = torch.tensor([torch.cuda.max_memory_allocated() or rss, state], device=device) / 2**20
+    memory, state = over_ranks(most, dist.ReduceOp.MAX).tolist()
+    log("final", figures | dict(peak_memory_mib=memory, optimizer_state_mib=state), max_iters)
+
 signals = []  # that came
 
 def on_signal(number, frame):
@@ -632,15 +641,6 @@ def train(model, optimizers, shards, val_shards, step, train_time, log):
             tokens_per_s = (first_sequence(step) - first_sequence(begin)) * block_size / seconds
             recent |= dict(tokens_per_s=tokens_per_s, mfu=mfu(model, tokens_per_s),
                            time_left=seconds / (step - begin) * (max_iters - step))
-
-def report(figures, optimizers, log):
-    """The last line, with memory and optimizer state of the rank that has most."""
-    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    buffers = [t for opt in optimizers for entry in opt.state.values() for t in entry.values()]
-    state = sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in buffers)
-    most = torch.tensor([torch.cuda.max_memory_allocated() or rss, state], device=device) / 2**20
-    memory, state = over_ranks(most, dist.ReduceOp.MAX).tolist()
-    log("final", figures | dict(peak_memory_mib=memory, optimizer_state_mib=state), max_iters)
 
 def main(argv):
     configure(argv)
