@@ -467,7 +467,8 @@ def find_checkpoint():
     if path and not Path(path).exists():
         sys.exit(f"found no checkpoint {path} on rank {rank}; nodes of a run must share its folder")
     if resume == "auto" and not path and newest_first():
-        sys.exit(f"rank 0 found no checkpoint to read, rank {rank} sees some; nodes of a run must share them")
+        sys.exit(f"rank 0 found no checkpoint that is whole, rank {rank} sees some; nodes of a run must share "
+                 "them; another start is --resume=PATH, or another --run_name")
     return path
 
 def load_checkpoint(path, model, optimizers=()):
@@ -676,7 +677,7 @@ def main(argv):
             if int(newer.stem[5:]) > start["step"]:  # the run goes back to before it, or begins anew
                 newer.rename(newer.with_suffix(".abandoned"))
     if resume:
-        old = start["globals"] | {"resume": resume}
+        old = start["globals"] | {"resume": resume, "run_name": run_name}
         changed = [f"{name}={value}" for name, value in settings().items() if old.get(name) != value]
         if start["data"] != shards.contents:
             changed.append("the data")

@@ -385,7 +385,7 @@ def on_a_node_of_its_own(alone, module):
         os.chdir("node")
 
 @pytest.mark.parametrize("alone, told", [(1, "found no checkpoint checkpoints/run/step_00000008.pt on rank 1; "),
-                                         (0, "rank 0 found no checkpoint to read, rank 1 sees some; ")])
+                                         (0, "rank 0 found no checkpoint that is whole, rank 1 sees some; ")])
 def test_ranks_that_see_other_checkpoints_end(alone, told):
     train("run")
     write_tiny("node/data")
