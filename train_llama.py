@@ -467,8 +467,8 @@ def find_checkpoint():
     if path and not Path(path).exists():
         sys.exit(f"found no checkpoint {path} on rank {rank}; nodes of a run must share its folder")
     if resume == "auto" and not path and newest_first():
-        sys.exit(f"rank 0 found no checkpoint that is whole, rank {rank} sees some; nodes of a run must share "
-                 "them; another start is --resume=PATH, or another --run_name")
+        sys.exit(f"rank 0 found no checkpoint that is whole, rank {rank} sees some; nodes of a run must "
+                 "share them; another start is --resume=PATH, or another --run_name")
     return path
 
 def load_checkpoint(path, model, optimizers=()):
