@@ -249,9 +249,9 @@ class Muon(torch.optim.Optimizer):
         device = params[0].device.type
         own = [self._state(group, p) for p in params]
         states = {name: [state[name] for state in own] for name in VARIANTS[group["variant"]][1:]}
-        options = group | {"t": own[0]["step"] + 1}
-        options["ns_dtype"] = group["ns_dtype"] or fast_dtype(device)
-        del options["params"], options["compile"]
+        options = {name: value for name, value in group.items() if name in self.defaults}
+        options |= {"t": own[0]["step"] + 1, "ns_dtype": group["ns_dtype"] or fast_dtype(device)}
+        del options["compile"]
         for name, value in options.items():
             # Tensors can change without recompiling. As a constant, a power of 1 costs nothing.
             constant = name in ("nesterov", "ns_steps", "split") or (name, value) == ("power", 1)

@@ -256,14 +256,6 @@ def test_default_dtype_is_what_this_machine_multiplies_fast(monkeypatch):
         assert newton_schulz(torch.ones(2, 3)).dtype == dtype
     assert optim.fast_dtype("cuda") == torch.float32
 
-def test_singular_values_end_around_one():
-    """Five steps bring those above 1 % of the norm to where the polynomial turns, [0.68, 1.21]; bf16 adds some 0.02."""
-    for shape in SHAPES.values():
-        U, S, Vh = torch.linalg.svd(spectrum("gaussian", *shape), full_matrices=False)
-        O = U @ torch.diag(S.clamp_min(0.01 * S.norm())) @ Vh
-        found = torch.linalg.svdvals(newton_schulz(O, dtype=torch.bfloat16).double())
-        assert found.min() > 0.65 and found.max() < 1.24, shape
-
 def test_newton_schulz_takes_batches_and_leaves_its_input():
     G = torch.randn(2, 3, 64, 24, requires_grad=True)
     before = G.detach().clone()
@@ -479,7 +471,8 @@ def test_compiled_is_eager_and_nothing_that_changes_recompiles(variant):
             counts.append(graphs())
             opt.param_groups[0].update(lr=np.float64(0.02 - 0.001 * step), weight_decay=0.1 + 0.01 * step,
                                        gamma=10 + step, power=0.9 - 0.1 * step,
-                                       momentum=0.9 + 0.005 * step, beta2=0.9 + 0.005 * step)
+                                       momentum=0.9 + 0.005 * step, beta2=0.9 + 0.005 * step,
+                                       weights=f"of a wrapper, {step}")
         assert counts[1:] == [counts[0] + 2 * compile] * 8, "a graph for each shape"
         results.append(params)
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
