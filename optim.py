@@ -103,7 +103,7 @@ def muon_nsr(G, S, ns, t, momentum, nesterov, gamma, eps, **_):
     return ns(M_tilde / ((M_tilde**2 + gamma * variance).sqrt() + eps)), S_new  # lines 9 and 13
 
 def muon_vs(G, S, ns, t, momentum, nesterov, power, eps, **_):
-    """Muon-VS: Algorithm 1 with τ = VS, where power is 1; with a power of 0 it is Muon."""
+    """Muon-VS: Algorithm 1 with τ = VS, where power is 1; 0 gives Muon, bias-corrected."""
     M_tilde, variance, S_new = averages(G, S, t, momentum, nesterov)
     return ns(M_tilde / (variance.sqrt() + eps) ** power), S_new  # lines 11 and 13
 
@@ -203,16 +203,17 @@ class Muon(torch.optim.Optimizer):
         self.process_group = process_group
         self.rank = dist.get_rank(process_group) if dist.is_initialized() else 0
         self.owners = {}  # parameter -> rank; none for DTensors, of which each rank has a part
-        super().__init__(params, defaults)
+        super().__init__(params, defaults)  # last, as it calls add_param_group
 
     def add_param_group(self, param_group):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         known = group["variant"] in VARIANTS and group["adjust_lr_fn"] in UPDATE_SCALES
-        if not known or any(p.ndim < 2 for p in group["params"]):
+        if not known or any(p.ndim < 2 or p.size(-2) % group["split"] for p in group["params"]):
             self.param_groups.pop()
             names = *VARIANTS, *UPDATE_SCALES
-            raise ValueError(f"expected matrices (vectors are AdamW's) and names of {names}")
+            raise ValueError("expected matrices (vectors are AdamW's), a split that divides rows, "
+                             f"and names of {names}")
         ranks = dist.get_world_size(self.process_group) if dist.is_initialized() else 1
         for p in sorted(group["params"], key=lambda p: -p.numel()):
             if ranks > 1 and not isinstance(p, DTensor):
@@ -226,7 +227,7 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             alike = {}  # this rank's parameters, in lists of those that can be stacked
             for p in group["params"]:
-                if p.grad is not None and self.owners.get(p, self.rank) == self.rank:
+                if p.grad is not None and self._is_mine(p):
                     step = int(self._state(group, p)["step"])
                     layout = (p.device_mesh, p.placements) if isinstance(p, DTensor) else None
                     alike.setdefault((step, p.shape, p.dtype, p.device, layout), []).append(p)
@@ -237,12 +238,12 @@ class Muon(torch.optim.Optimizer):
                 at_once = ranks if device.type == "cpu" else max(ranks, 2**27 // shape.numel())
                 for i in range(0, len(params), at_once):
                     self._update(group, params[i:i + at_once])
-        whole = {p: p.detach().contiguous() for p in self.owners}
-        sent = [dist.broadcast(whole[p], group_src=owner, group=self.process_group, async_op=True)
+        dense = {p: p.detach().contiguous() for p in self.owners}  # p's own memory, or a copy
+        sent = [dist.broadcast(dense[p], group_src=owner, group=self.process_group, async_op=True)
                 for p, owner in self.owners.items()]
-        for p, work in zip(whole, sent):
+        for p, work in zip(dense, sent):
             work.wait()
-            p.copy_(whole[p])
+            p.copy_(dense[p])
         return loss
 
     def _update(self, group, params):
@@ -250,12 +251,15 @@ class Muon(torch.optim.Optimizer):
         own = [self._state(group, p) for p in params]
         states = {name: [state[name] for state in own] for name in VARIANTS[group["variant"]][1:]}
         options = {name: value for name, value in group.items() if name in self.defaults}
-        options |= {"t": own[0]["step"] + 1, "ns_dtype": group["ns_dtype"] or fast_dtype(device)}
         del options["compile"]
+        options["t"] = own[0]["step"] + 1
+        options["ns_dtype"] = group["ns_dtype"] or fast_dtype(device)
+        constants = ["nesterov", "ns_steps", "split"]
+        if group["power"] == 1:
+            constants.append("power")  # the compiler leaves out a power of 1
         for name, value in options.items():
-            # Tensors can change without recompiling. As a constant, a power of 1 costs nothing.
-            constant = name in ("nesterov", "ns_steps", "split") or (name, value) == ("power", 1)
-            if isinstance(value, int | float) and not constant:
+            if isinstance(value, int | float) and name not in constants:
+                # A tensor can change without recompiling.
                 options[name] = torch.tensor(value, dtype=torch.float64, device="cpu")
         batch = device == "cpu" and params[0].ndim > 2  # Inductor fails on some of these
         eager = not group["compile"] or isinstance(params[0], DTensor) or batch
@@ -267,6 +271,10 @@ class Muon(torch.optim.Optimizer):
             raise RuntimeError("torch.compile failed; try Muon(..., compile=False)") from error
         for state in own:
             state["step"] += 1
+
+    def _is_mine(self, p):
+        """Whether this rank updates p, which it owns or, of a DTensor, has a part of."""
+        return self.owners.get(p, self.rank) == self.rank
 
     def _state(self, group, p):
         """The state of p; what is missing is made, zero."""
@@ -305,18 +313,20 @@ class Muon(torch.optim.Optimizer):
         super().load_state_dict({"state": {}, "param_groups": groups})  # it would cast the state
         for group, saved in zip(self.param_groups, groups):
             for p, i in zip(group["params"], saved["params"]):
-                if state_dict["state"].get(i) and self.owners.get(p, self.rank) == self.rank:
-                    state = self._state(group, p)
-                    for name, value in state_dict["state"][i].items():
-                        if name == "step":
-                            state[name].fill_(torch.as_tensor(value).max())  # older files: (1, 1)
-                        elif name not in state:  # a wrapper's
-                            like_p = torch.is_tensor(value) and value.shape == p.shape
-                            state[name] = placed_like(value, p) if like_p else value
-                        elif value.shape == state[name].shape:
-                            state[name].copy_(placed_like(value, state[name]))
-                        else:
-                            raise RuntimeError(f"{name} of parameter {i} has another shape")
+                entry = state_dict["state"].get(i)
+                if not entry or not self._is_mine(p):
+                    continue
+                state = self._state(group, p)
+                for name, value in entry.items():
+                    if name == "step":
+                        state[name].fill_(torch.as_tensor(value).max())  # older files: (1, 1)
+                    elif name not in state:  # a wrapper's
+                        like_p = torch.is_tensor(value) and value.shape == p.shape
+                        state[name] = placed_like(value, p) if like_p else value
+                    elif value.shape == state[name].shape:
+                        state[name].copy_(placed_like(value, state[name]))
+                    else:
+                        raise RuntimeError(f"{name} of parameter {i} has another shape")
 
     def __getstate__(self):  # torch's copies and pickles have its own three attributes alone
         ours = dict(process_group=self.process_group, rank=self.rank, owners=self.owners)

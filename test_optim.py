@@ -378,7 +378,8 @@ def test_groups_schedules_closures_and_missing_gradients():
     assert params[2] not in opt.state and all(torch.equal(p.grad, g) for p, g in zip(params, gradients))
 
 @pytest.mark.parametrize("message, shape, options", [
-    ("AdamW", (4,), {}), ("muon-vs", (4, 4), dict(variant="vs")), ("frobenius", (4, 4), dict(adjust_lr_fn="rms"))])
+    ("AdamW", (4,), {}), ("muon-vs", (4, 4), dict(variant="vs")), ("frobenius", (4, 4), dict(adjust_lr_fn="rms")),
+    ("split", (4, 4), dict(split=3))])
 def test_what_is_no_matrix_or_no_variant_is_refused(message, shape, options):
     opt = Muon(parameters((4, 4)))
     with pytest.raises(ValueError, match=message):

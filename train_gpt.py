@@ -51,13 +51,13 @@ weight_decay = 0.1            # not of gains
 grad_clip = 1.0               # global norm of the gradient; 0: off
 momentum = 0.95               # β of the Muon family
 gamma = 1000.0                # γ of muon-nsr and muon-nsr-post
-power = 1.0                   # of the denominator of muon-vs: 1 is the paper's rule, 0 muon
+power = 1.0                   # of the denominator of muon-vs: 1 is the paper's rule, 0 bias-corrected muon
 beta2 = 0.95                  # β₂ of normuon and muon2
 muon_eps = 1e-8               # ε of all but muon
 ns_steps = 5                  # Newton-Schulz iterations
 ns_coefficients = (3.4445, -4.7750, 2.0315)  # of its polynomial
 ns_eps = 1e-7                 # added to the norm that it divides by
-qkv_split = 3                 # Muon cuts a fused q-k-v matrix into so many: 3, or 3 n_head for one a head
+qkv_split = 3                 # Muon cuts a fused q-k-v matrix into so many: 1, 3, or 3 n_head for one a head
 adjust_lr_fn = "match_rms_adamw"  # scale of Muon's update: original, match_rms_adamw, frobenius
 adam_betas = (0.9, 0.95)
 adam_eps = 1e-8
@@ -129,10 +129,10 @@ def configure(argv):
         parser.add_argument(f"--{name}", type=kind, choices=CHOICES.get(name))
     flags = vars(parser.parse_args(argv))
 
-    globals().update(flags)
+    globals().update(flags)  # at once, as preset and optimizer may be among them
     overrides = PRESETS[preset] | PRESETS.get(f"{preset}/{optimizer}", {})
     if "dataset" in flags:
-        overrides.pop("val_dataset", None)
+        overrides.pop("val_dataset", None)  # it belongs to the preset's dataset
     overrides = {name: x for name, x in overrides.items() if name not in flags}
     globals().update(overrides)
     if "help" in flags:
@@ -147,6 +147,8 @@ def configure(argv):
         least = 1 if name in AT_LEAST_1 else 0
         if type(value) in (int, float) and not least <= value < math.inf:
             parser.error(f"argument --{name}: found {value}, expected a number of at least {least}")
+        if value not in CHOICES.get(name, [value]):  # as an edit may leave it
+            parser.error(f"argument --{name}: found {value}, expected one of {CHOICES[name]}")
     if n_embd % (2 * n_head):
         parser.error(f"argument --n_embd: found {n_embd}, expected a multiple of 2 x n_head = {2 * n_head}")
     micro_batch_size = micro_batch_size or max(1, batch_size // world)
@@ -158,9 +160,9 @@ def configure(argv):
         print("set by PRESETS:", *(f"--{name}={x}" for name, x in overrides.items()), file=sys.stderr)
 
 # ---- Data loader -------------------------------------------------------------------------------------------
-@functools.lru_cache(2)
-def permutation(n, *key):
-    return np.random.default_rng(key).permutation(n)
+@functools.lru_cache(2)  # a batch may span two epochs
+def permutation(n, seed, epoch):
+    return np.random.default_rng((seed, epoch)).permutation(n)
 
 class Shards:
     """A split's token shards (256 int32, then uint16 tokens, as llm.c and modded-nanogpt have them), cut into
@@ -171,15 +173,15 @@ class Shards:
         self.files = sorted(self.folder.glob(f"*_{split}*.bin"))
         if not self.files:
             sys.exit(f"{self.folder} has no {split} shards; how to make them: python prepare.py --help")
-        self.contents, windows = [], []
+        self.contents, counts = [], []  # counts: of windows
         for file in self.files:
             header = np.fromfile(file, np.int32, 256).tolist()
             if header[:2] != [20240520, 1] or file.stat().st_size != 1024 + 2 * header[2]:
                 sys.exit(f"{file} is damaged or no shard of 16-bit ids; run: python prepare.py verify {name}")
             self.contents.append(header[2:6])  # tokens, vocabulary, end of text, checksum
-            windows.append(max(0, header[2] - 1) // block_size)
+            counts.append(max(0, header[2] - 1) // block_size)
         self.vocab, self.eot = header[3:5] if header[3] else (50257, 50256)  # others' shards have GPT-2's
-        self.starts = np.cumsum([0, *windows])  # number of the first window of each shard, and of all windows
+        self.starts = np.cumsum([0, *counts])  # each shard's first window; last, the number of all
         self.n_windows = int(self.starts[-1])
         if not self.n_windows:
             sys.exit(f"--block_size={block_size} is longer than any {split} shard of {self.folder}")
@@ -369,12 +371,13 @@ def mfu(model, tokens_per_s):
 def newest_first():
     return sorted(Path("checkpoints", run_name).glob(f"step_{8 * '[0-9]'}.pt"), reverse=True)
 
-def named_parameters(model, opt):
+def parameters_of(opt, model):
+    """(name, parameter), in the order in which opt numbers its state."""
     names = {p: name for name, p in model.named_parameters()}
     return [(names[p], p) for group in opt.param_groups for p in group["params"]]
 
 def whole(t):
-    """t on rank 0's CPU; of a DTensor every rank has a part."""
+    """t on rank 0's CPU, None elsewhere. All ranks must call it: of a DTensor each has a part."""
     t = t.full_tensor() if isinstance(t, DTensor) else t
     return t.cpu() if rank == 0 else None
 
@@ -385,8 +388,8 @@ def save_checkpoint(model, optimizers, shards, step, train_time):
     content["model"] = {name: whole(p) for name, p in model.state_dict().items()}
     for opt in optimizers:
         saved = opt.full_state_dict() if isinstance(opt, optim.Muon) else opt.state_dict()
-        state = saved.get("state", {})  # Muon gives it to rank 0 alone
-        for i, (name, _) in enumerate(named_parameters(model, opt)):
+        state = saved.get("state", {})  # other ranks get none of Muon's, and of AdamW's only their parts
+        for i, (name, _) in enumerate(parameters_of(opt, model)):
             content["optimizer"][name] = {key: whole(t) for key, t in state.get(i, {}).items()}
     if rank > 0:
         return
@@ -413,15 +416,17 @@ def read_checkpoint(path):
 def newest_whole():
     """The newest checkpoint of this run that is not damaged, or None."""
     for path in newest_first():
-        with contextlib.suppress(Exception):  # a damaged file may raise nearly any
+        try:
             read_checkpoint(path)
             return path
-        print(f"passing over {path}, which is damaged", file=sys.stderr)
+        except Exception:  # a damaged file may raise nearly any
+            print(f"passing over {path}, which is damaged", file=sys.stderr)
 
 def find_checkpoint():
-    """--resume=PATH; of auto, or restarted by torchrun, this run's newest; or "". Rank 0 chooses for all."""
+    """The path to go on from, or "". Rank 0 chooses for all. After a restart by torchrun it is this run's
+    newest even if --resume names another, with which the run began."""
     path = "" if resume == "auto" else resume
-    if rank == 0 and (resume == "auto" or resume and restarts != "0"):
+    if rank == 0 and resume and (resume == "auto" or restarts != "0"):
         path = newest_whole() or path
     if world > 1:
         box = [path]
@@ -446,10 +451,11 @@ def load_checkpoint(path, model, optimizers=()):
         sys.exit(f"{path} is of --optimizer={saved['globals']['optimizer']}; pass that")
     for opt in optimizers:
         state = {}
-        for i, (name, p) in enumerate(named_parameters(model, opt)):
-            state[i] = dict(saved["optimizer"][name])
-            state[i] |= {key: optim.placed_like(t, p) for key, t in state[i].items() if key != "step"}
-        opt.load_state_dict({"state": state, "param_groups": opt.state_dict()["param_groups"]})
+        for i, (name, p) in enumerate(parameters_of(opt, model)):
+            entry = saved["optimizer"][name]
+            state[i] = {key: t if key == "step" else optim.placed_like(t, p) for key, t in entry.items()}
+        options = opt.state_dict()["param_groups"]  # its own: rates may be others now
+        opt.load_state_dict({"state": state, "param_groups": options})
     return {name: x for name, x in saved.items() if name not in ("model", "optimizer")}  # which are large
 
 # ---- Main --------------------------------------------------------------------------------------------------
@@ -561,7 +567,8 @@ def on_signal(number, frame):
     signals.append(number)
 
 def train(model, optimizers, shards, val_shards, step, train_time, log):
-    """Updates, and pauses between them in which the clock stops. The first, which compiles, is not timed."""
+    """A turn of the loop is a pause, which evaluates, logs and saves, then the updates up to the next pause.
+    The clock counts updates alone, without the first of a start, which compiles."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # which nohup sets
             signal.signal(number, on_signal)
@@ -569,7 +576,8 @@ def train(model, optimizers, shards, val_shards, step, train_time, log):
     if world > 1 and not fsdp:
         parallel = nn.parallel.DistributedDataParallel(
             model, broadcast_buffers=False, gradient_as_bucket_view=True)
-    first_step, first_time, recent = step, train_time, {}  # recent: figures of the updates since a pause
+    first_step, first_time = step, train_time
+    recent = {}  # what the updates before this pause measured; none before the first
     while True:
         last = step >= max_iters
         val_loss, val_acc = None, None
@@ -590,10 +598,10 @@ def train(model, optimizers, shards, val_shards, step, train_time, log):
         if stop:
             return log("stopped; the same command with --resume=auto goes on")
 
+        pauses = [(step // n + 1) * n for n in (log_interval, eval_interval, checkpoint_interval)]
+        next_pause = step + 1 if step == first_step else min(max_iters, *pauses)
         begin, clock = step, time.perf_counter()
-        ends = [(step // n + 1) * n for n in (log_interval, eval_interval, checkpoint_interval)]
-        end = step + 1 if step == first_step else min(max_iters, *ends)
-        while step < end:
+        while step < next_pause:
             loss, norm = update(step, parallel, optimizers, shards)
             step += 1
         torch.get_device_module(device).synchronize()
