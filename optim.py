@@ -38,6 +38,7 @@ def iterate(X, steps, coefficients, split):
     triples = coefficients if isinstance(coefficients[0], tuple | list) else [coefficients]
     shape = X.shape
     X = X.unflatten(-2, (split, -1)).flatten(0, -3)  # (matrices, m / split, n)
+    # On a CPU a matrix alone is faster than a batch of one.
     X, addmm = (X[0], torch.addmm) if len(X) == 1 else (X, torch.baddbmm)
     tall = X.size(-2) > X.size(-1)
     X = X.mT if tall else X
