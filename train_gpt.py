@@ -100,7 +100,7 @@ GLOBALS = [name for name, value in list(globals().items())
            if type(value) in (bool, int, float, str, tuple) and name[0] != "_"]
 CHOICES = dict(preset=[name for name in PRESETS if "/" not in name], optimizer=["adamw", *optim.VARIANTS],
                adjust_lr_fn=list(optim.UPDATE_SCALES), schedule=["constant", "cosine", "wsd"],
-               dtype=["auto", "float32", "bfloat16"], param_dtype=["float32", "bfloat16"],
+               dtype=["auto", "float32", "bfloat16"], param_dtype=["float32", "bfloat16", "float64"],
                device=["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
 AT_LEAST_1 = ["n_layer", "n_head", "n_embd", "block_size", "batch_size", "qkv_split", "log_interval",
               "eval_interval", "checkpoint_interval"]  # other numbers may be 0

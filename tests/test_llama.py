@@ -92,7 +92,8 @@ def test_every_hyperparameter_reaches_its_optimizer(script):
     section = re.search(r"^# optimizer\n(.*?)^# schedule", (ROOT / script).read_text(), re.M | re.S)[1]
     values = {name: getattr(fresh(script), name) for name in re.findall(r"^(\w+) = ", section, re.M)}
     other = {name: value / 2 if type(value) is float else "frobenius" for name, value in values.items()}
-    other |= {"optimizer": "adamw", "ns_steps": 6, "ns_coefficients": (2, -1.5, 0.5), "adam_betas": (0.8, 0.9)}
+    other |= {"optimizer": "adamw", "ns_steps": 6, "qkv_split": 6, "ns_coefficients": (2, -1.5, 0.5)}
+    other["adam_betas"] = (0.8, 0.9)
     assert [name for name in other if groups(**{name: other[name]}) == groups()] == ["grad_clip"]
 
 @pytest.mark.parametrize("truncated", [False, True])
