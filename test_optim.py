@@ -409,7 +409,7 @@ def build(variant, half=None):
     params = parameters(*[(24, 16)] * 3 + [(16, 16)] * 4 + [(5, 16, 24), (16, 40)])
     params[0].data = torch.zeros(24, 20)[:, :16].copy_(params[0].data)  # memory with gaps
     opt = Muon(params, lr=0.02, variant=variant, power=0.5, compile=False, ns_dtype=torch.float32,
-               adjust_lr_fn="match_rms_adamw")
+               adjust_lr_fn="frobenius" if variant == "adamuon" else "match_rms_adamw")
     if half:
         torch._foreach_copy_([p.detach() for p in params], half[0])
         opt.load_state_dict(half[1])
@@ -421,7 +421,7 @@ def runs_like(alone, params, opt, start):
 
 def ranks_worker(rank, world, folder):
     """All ranks end with the same bits, near those of one process; what one, and what four ranks saved, goes on."""
-    for variant in "muon-vs", "normuon":
+    for variant in "muon-vs", "normuon", "adamuon":
         half, alone = torch.load(f"{folder}/{variant}.pt", weights_only=True)
         runs_like(alone, *copy.deepcopy(build(variant, half)), start=15)  # a copy knows its rank and share
         params, opt = build(variant)
@@ -445,12 +445,12 @@ def ranks_worker(rank, world, folder):
         opt.step()
 
 def test_ranks(tmp_path):
-    for variant in "muon-vs", "normuon":
+    for variant in "muon-vs", "normuon", "adamuon":
         params, opt = build(variant)
         half = run(opt, params, 15), copy.deepcopy(opt.state_dict())
         torch.save((half, run(opt, params, 15, start=15)), tmp_path / f"{variant}.pt")
     on_groups(ranks_worker, str(tmp_path))
-    for variant in "muon-vs", "normuon":
+    for variant in "muon-vs", "normuon", "adamuon":
         (_, alone), saved = (torch.load(tmp_path / f"{variant}{ranks}.pt") for ranks in ("", "-4"))
         runs_like(alone, *build(variant, saved), start=15)
 

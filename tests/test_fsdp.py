@@ -20,7 +20,7 @@ SHAPES = [(24, 16), (16, 16), (16, 16), (10, 24), (1, 5)]  # divided evenly, une
 FULL = torch.float32
 KINDS = [*((variant, "frobenius", FULL) for variant in VARIANTS), ("muon", "match_rms_adamw", FULL),
          ("muon-vs", "original", torch.bfloat16)]
-FEW = [("muon-vs", "original", FULL), ("normuon", "frobenius", FULL)]
+FEW = [("muon-vs", "original", FULL), ("normuon", "frobenius", FULL), ("adamuon", "frobenius", FULL)]
 EVEN = [(24, 16), (16, 32)]
 
 def steps(kinds, shard=lambda t: t, n=3, split=1, shapes=SHAPES):
