@@ -418,10 +418,11 @@ def whole(t):
     t = t.full_tensor() if isinstance(t, DTensor) else t
     return t.cpu() if rank == 0 else None
 
-def save_checkpoint(model, optimizers, shards, step, train_time):
+def save_checkpoint(model, optimizers, shards, val_shards, step, train_time):
     """Writes step_N.pt whole or not at all, and removes old ones. All ranks call it; each may hold parts."""
     content = dict(script=Path(__file__).name, step=step, train_time=train_time, globals=settings(),
-                   data=shards.contents, vocab=shards.vocab, eot=shards.eot, optimizer={})
+                   data=shards.contents, val_data=val_shards.contents, vocab=shards.vocab, eot=shards.eot,
+                   optimizer={})
     content["model"] = {name: whole(p) for name, p in model.state_dict().items()}
     for opt in optimizers:
         saved = opt.full_state_dict() if isinstance(opt, optim.Muon) else opt.state_dict()
@@ -629,7 +630,7 @@ def train(model, optimizers, shards, val_shards, step, train_time, log):
         stop = over_ranks(torch.tensor(len(signals), device=device)) > 0
         due = step > first_step and (last or step % checkpoint_interval == 0)
         if stop or due:
-            save_checkpoint(model, optimizers, shards, step=step, train_time=train_time)
+            save_checkpoint(model, optimizers, shards, val_shards, step=step, train_time=train_time)
         if last:
             return report(dict(val_loss=val_loss, val_acc=val_acc, train_time=train_time), optimizers, log)
         if stop:
@@ -689,6 +690,8 @@ def main(argv):
         changed = [f"{name}={value}" for name, value in settings().items() if old.get(name) != value]
         if start["data"] != shards.contents:
             changed.append("the data")
+        if start.get("val_data", val_shards.contents) != val_shards.contents:  # older checkpoints lack it
+            changed.append("the validation data")
         log(f"resumed:step:{start['step']} world_size:{world} changed:{','.join(changed) or 'nothing'}")
     train(model, optimizers, shards, val_shards, start["step"], start["train_time"], log)
     if world > 1 and device == "cuda":
