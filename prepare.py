@@ -36,7 +36,8 @@ MAGIC, HEADER, SHARD_TOKENS = 20240520, 1024, 100_000_000  # HEADER in bytes
 TEXT, RECORDS = (".txt", ".md", ".py"), (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".parquet")
 BLOCK, BATCH, GROUP = 1 << 16, 1 << 20, 64 << 20  # read of a text at a time; for a thread; files that are one input
 # what a file is for, by the words of its name and its folders'; the first entry that fits counts
-WORDS = {"test": "test dev eval heldout", "val": "val valid validation", "train": "train training"}
+WORDS = {"test": "test tests testset testing dev eval evaluation held heldout holdout", "val": "val valid validation",
+         "train": "train training"}
 
 @contextlib.contextmanager
 def in_one_line(what, mend):
@@ -120,7 +121,7 @@ def documents(name, address, field, tail=0):
 
 def records(f, name, address, field):
     import pyarrow.parquet
-    mend = f"expected text in the field {field} (--field)"
+    mend = f"expected records with text in the field {field} (--field)"
     if name.endswith(".parquet"):
         for batch in pyarrow.parquet.ParquetFile(f).iter_batches(256, columns=[field]):
             with in_one_line(address, mend):
@@ -175,8 +176,7 @@ def in_threads(workers, function, jobs):
 
 def read_ids(address, val, vocab):
     """Yield [(split, ids)] of a file of ids, nanoGPT's or a shard."""
-    mend = "is it whole, and are its ids of this --tokenizer?"
-    with in_one_line(address, mend), open_file(address) as f:
+    with in_one_line(address, "is it whole, and are its ids of this --tokenizer?"), open_file(address) as f:
         magic, _, tokens, header_vocab = np.frombuffer(f.read(16).ljust(16, b"\0"), "<u4").tolist()
         size, skip = f.seek(0, os.SEEK_END), HEADER if magic == MAGIC else 0
         if skip and (size != HEADER + 2 * tokens or header_vocab not in (0, vocab)):
@@ -193,26 +193,20 @@ def share(key):
     """A number in [0, 1) that depends on this text alone: a document validates wherever it is."""
     return int.from_bytes(hashlib.blake2b(os.fsencode(key), digest_size=8).digest(), "big") / 2**64
 
-class Shard:  # that grows
-    def __init__(self, folder, name, split, vocab, eot):
-        self.folder, self.name, self.split, self.vocab, self.eot = folder, name, split, vocab, eot
-        self.parts, self.tokens = [], 0
-
-    def close(self):
-        """Write it. Returns its entry in the manifest."""
-        ids, header = np.concatenate(self.parts), np.zeros(256, "<u4")
-        header[:7] = MAGIC, 1, len(ids), self.vocab, self.eot, zlib.crc32(ids), 1
-        with open(self.folder / self.name, "wb") as file:
-            file.writelines([header, ids])
-            file.flush()
-            os.fsync(file.fileno())
-        return {"file": self.name, "split": self.split, "tokens": len(ids), "documents": int((ids == self.eot).sum())}
+def write_shard(path, split, parts, vocab, eot):
+    """Returns its entry in the manifest."""
+    ids, header = np.concatenate(parts), np.zeros(256, "<u4")
+    header[:7] = MAGIC, 1, len(ids), vocab, eot, zlib.crc32(ids), 1
+    with open(path, "wb") as file:
+        file.writelines([header, ids])
+        file.flush()
+        os.fsync(file.fileno())
+    return {"file": path.name, "split": split, "tokens": len(ids), "documents": int((ids == eot).sum())}
 
 def read_manifest(folder):
     if not (folder / "manifest.json").exists():
-        found = len(list(folder.glob("*.bin")))
-        mend = f"python prepare.py import {folder} --name ANOTHER" if found else "see python prepare.py --help"
-        sys.exit(f"{folder} was not made by prepare.py: {found} .bin files, no manifest.json; {mend}")
+        sys.exit(f"{folder} was not made by prepare.py: no manifest.json; shards of others: "
+                 f"python prepare.py import {folder} --name ANOTHER")
     return json.loads((folder / "manifest.json").read_text())
 
 def build(args, source, files, validates=None, count="train", listing=None):
@@ -237,27 +231,31 @@ def build(args, source, files, validates=None, count="train", listing=None):
 
     convert = tokenizing(args, validates) if validates else lambda group, number: read_ids(*group[0][1:3], vocab)
     folder.mkdir(parents=True, exist_ok=True)
+    for path in {*folder.glob(f"{args.name}_*.bin")} - {folder / shard["file"] for shard in state["shards"]}:
+        path.unlink()  # of a group that was not finished
     files = listing() if listing else files
     groups = np.cumsum([size for *_, size, _ in stats]) // GROUP if stats and validates else range(len(files))
     groups = itertools.groupby(list(zip(groups, files))[state["done"]:], lambda pair: pair[0])
     for group in [[file for _, file in pairs] for _, pairs in groups]:
         if tokens[count] >= limit:
             break
-        growing, shards = {}, state["shards"]  # a shard ends with its group
+        growing, shards = {}, [*state["shards"]]  # a shard ends with its group
+        def close(split):  # training shards count from 1, as those of others do
+            number = sum(shard["split"] == split for shard in shards) + (split == "train")
+            path = folder / f"{args.name}_{split}_{number:06d}.bin"
+            shards.append(write_shard(path, split, growing.pop(split), vocab, eot))
         before = sum(shard["documents"] for shard in shards)
         for parts in tqdm(convert(group, before), f"{state['done']}/{len(files)} files", disable=None, leave=False):
             for split, ids in parts:
-                if split not in growing:  # training shards count from 1, as those of others do
-                    number = sum(shard["split"] == split for shard in shards) + (split == "train")
-                    growing[split] = Shard(folder, f"{args.name}_{split}_{number:06d}.bin", split, vocab, eot)
-                growing[split].parts.append(ids)
-                growing[split].tokens += len(ids)
+                growing.setdefault(split, []).append(ids)
                 tokens[split] += len(ids)
-                if growing[split].tokens >= SHARD_TOKENS:
-                    shards = [*shards, growing.pop(split).close()]
+                if sum(map(len, growing[split])) >= SHARD_TOKENS:
+                    close(split)
             if tokens[count] >= limit:
                 break
-        state.update(done=state["done"] + len(group), shards=[*shards, *(shard.close() for shard in growing.values())])
+        for split in [*growing]:
+            close(split)
+        state.update(done=state["done"] + len(group), shards=shards)
         state["digest"] = share(repr(stats[:state["done"]]))
         (folder / "manifest.tmp").write_text(json.dumps(state, indent=1))
         os.replace(folder / "manifest.tmp", folder / "manifest.json")
@@ -275,23 +273,28 @@ def build(args, source, files, validates=None, count="train", listing=None):
           f"next: python {own.get('next', 'train_gpt.py' + flags)}")
 
 # ---- Commands --------------------------------------------------------------------------------------------------------
-def below(top, leave=()):
-    """[(name, path)] of the files at or below `top`, each folder once, whatever links lead there, without `leave`."""
+def below(top, seen, leave=()):
+    """[(name, path)] of the files at or below `top`, each once, whatever links lead there, but `seen` and `leave`."""
     base = top if top.is_dir() else top.parent
-    found, seen, paths = [], set(base.resolve().parents), [top]
+    found, paths = [], [top]
     for path in paths:  # which grows
-        if not path.is_dir():
-            found.append((path.relative_to(base).as_posix(), str(path)))
-        elif path.name not in leave and path.resolve() not in seen:
-            seen.add(path.resolve())
+        real = path.resolve()
+        if real in seen or real in base.resolve().parents or path.name in leave:
+            continue
+        seen.add(real)
+        if path.is_dir():
             paths += sorted(path.iterdir())
+        else:
+            found.append((path.relative_to(base).as_posix(), str(path)))
     return sorted(found)
 
 def find(tops, endings, splits):
     """[(name, path, does it validate?)] of the files at or below these paths; a line counts what is left out."""
-    files, left_out = [], []
+    files, left_out, seen = [], [], set()
     for top in map(Path, tops):
-        for name, path in below(top):
+        if not top.exists():
+            sys.exit(f"{top} does not exist; give a file or folder")
+        for name, path in below(top, seen):
             around = Path(os.path.relpath(path)).parts[-name.count("/") - 2:]  # from `top`'s last folder on
             words = {*re.findall(r"[^\W\d_]+", " ".join(around).lower())}
             split = next((split for split in WORDS if words & {*WORDS[split].split()}), None)
@@ -299,12 +302,14 @@ def find(tops, endings, splits):
             (files if fits else left_out).append((name, path, split == "val"))
     if left_out:
         print(f"left out: {len(left_out)} files, hidden, test, of other kinds or splits; first {left_out[0][1]}")
+    if not any(os.path.getsize(path) for _, path, _ in files):
+        sys.exit(f"{' '.join(tops)}: expected text or ids in files {' '.join(endings)}, for import named train or val")
     return files
 
 def prepare_pysrc(args):
     """Every .py of the running Python's library that is UTF-8, outside site-packages."""
     files = []
-    for name, path in below(Path(sysconfig.get_paths()["stdlib"]), leave=("site-packages", "dist-packages")):
+    for name, path in below(Path(sysconfig.get_paths()["stdlib"]), set(), ("site-packages", "dist-packages")):
         if name.endswith(".py"):
             with contextlib.suppress(UnicodeDecodeError, FileNotFoundError):
                 Path(path).read_bytes().decode()
@@ -312,11 +317,7 @@ def prepare_pysrc(args):
     build(args, {}, files, lambda number, key: share(key) < 0.02)
 
 def prepare_text(args):
-    if missing := [path for path in args.input if not os.path.exists(path)]:
-        sys.exit(f"--input {missing[0]} does not exist; give a file or folder")
     files = find(args.input, TEXT + RECORDS, ("train", "val", None))
-    if not any(os.path.getsize(path) for _, path, _ in files):
-        sys.exit(f"{' '.join(args.input)}: expected text in files {' '.join(TEXT + RECORDS)}, or folders")
     fraction = 0 if any(val for *_, val in files) else args.val_fraction  # a given split is not drawn
 
     # of many documents at least one validates: the first record, else the text of lowest hash; of few the end of each
@@ -330,13 +331,11 @@ def prepare_text(args):
           lambda number, key: not few and (share(key) < fraction or fraction > 0 and number == always))
 
 def prepare_import(args):
-    files = find([args.what], ".bin", ("train", "val"))
-    if not any(os.path.getsize(path) for _, path, _ in files):
-        sys.exit(f"{args.what}: expected .bin files that are named train or val")
+    files = find([args.what], (".bin",), ("train", "val"))
     for _, path, _ in files:
         magic, ids = np.fromfile(path, "<u4", 1).tolist(), np.fromfile(path, "<u2", BATCH)
-        upper = ids[1::2].max(initial=0)  # of wider numbers every second half is 0, or little more
-        wide = magic == [20240801] or magic != [MAGIC] and upper < 16 <= (ids[::2] > upper).sum()
+        high = np.quantile([0, *ids[1::2]], 0.99)  # of wider numbers nearly every second half is 0, or little more
+        wide = magic == [20240801] or magic != [MAGIC] and high < 16 <= (ids[::2] > 15).sum()
         if wide or Path(path).with_name("meta.pkl").exists():
             what, text = ("ids of 32 bits or 64, not 16", "TEXT") if wide else ("ids of characters", "input.txt")
             sys.exit(f"{path} looks like {what}; tokenize the text: "
@@ -367,9 +366,9 @@ def verify(args):
         sys.exit(f"{folder} holds other shards than its manifest.json; {mend}")
     for shard in manifest["shards"]:
         path = folder / shard["file"]
-        header, ids = np.fromfile(path, "<u4", 7).tolist(), np.fromfile(path, "<u2", offset=HEADER)
-        found = {**shard, "tokens": len(ids), "documents": (ids == eot).sum()}
-        if found != shard or header != [MAGIC, 1, len(ids), vocab, eot, zlib.crc32(ids), 1] or ids.max() >= vocab:
+        header, ids = np.fromfile(path, "<u4", 7).tolist(), np.fromfile(path, "<u2")[HEADER // 2:]
+        fits = path.stat().st_size == HEADER + 2 * shard["tokens"] and (ids == eot).sum() == shard["documents"]
+        if not fits or header != [MAGIC, 1, len(ids), vocab, eot, zlib.crc32(ids), 1] or ids.max() >= vocab:
             sys.exit(f"{path} is damaged; {mend}")
     print(f"{len(manifest['shards'])} shards verified: sizes, headers, checksums, ids")
 
@@ -405,13 +404,14 @@ def main(argv):
     add("--tokenizer_file", metavar="PATH", help="llama2's tokenizer.model (else it comes from the Hub)")
     add("--tokens", type=amount, help="stop behind 10B, 500M")
     add("--workers", type=amount, default=os.cpu_count(), help="threads (one a core)")
+    sys.stdout.reconfigure(errors="replace")  # for terminals without all letters
     args = parser.parse_args(argv)
     needed = {"text": ("input", "name"), "import": ("what", "name"), "verify": ("what",), "show": ("what",)}
     if missing := [name for name in needed.get(args.command, ()) if not getattr(args, name)]:
         parser.error(f"{args.command} needs {' and '.join(missing)}; see --help")
     args.name = args.name or args.command
-    if not re.fullmatch(r"(?!.*_(train|val))\w[\w.-]*", args.name):
-        sys.exit(f"--name {args.name}: give letters, digits, _ . -, without _train or _val")
+    if not re.fullmatch(r"(?!.*(_train|_val|\.partial$))\w[\w.-]*", args.name):
+        sys.exit(f"--name {args.name}: give letters, digits, _ . -, without _train, _val, .partial")
     own = "bytes" if args.command in ("pysrc", "text") else SOURCES.get(args.command, {}).get("tokenizer", "gpt2")
     args.tokenizer = args.tokenizer or own
     try:

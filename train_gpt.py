@@ -118,6 +118,11 @@ def boolean(text):
 def numbers(text):
     return tuple(map(float, text.strip("()").split(",")))
 
+def run_of(path):
+    """The name of the run in checkpoints/ that has this checkpoint, or ""."""
+    folder = Path(os.path.relpath(path or ".")).parent
+    return folder.relative_to("checkpoints").as_posix() if Path("checkpoints") in folder.parents else ""
+
 def configure(argv):
     """Sets the globals: PRESETS[preset], then PRESETS["preset/optimizer"], then --name=value."""
     global micro_batch_size, run_name
@@ -155,7 +160,7 @@ def configure(argv):
     if batch_size % (micro_batch_size * world):
         parser.error(f"--batch_size={batch_size}: no multiple of {world} x {micro_batch_size=}")
     default = f"{Path(__file__).stem}-{preset}-{optimizer}-seed{seed}"
-    run_name = run_name or Path(resume).parent.name or default
+    run_name = run_name or run_of(resume) or default
     if overrides and rank == 0:
         print("set by PRESETS:", *(f"--{name}={x}" for name, x in overrides.items()), file=sys.stderr)
 
@@ -423,16 +428,19 @@ def newest_whole():
         except Exception:  # a damaged file may raise nearly any
             print(f"passing over {path}, which is damaged", file=sys.stderr)
 
+def from_rank_0(value):
+    box = [value]
+    if world > 1:
+        dist.broadcast_object_list(box)
+    return box[0]
+
 def find_checkpoint():
     """The path to go on from, or "". Rank 0 chooses for all. After a restart by torchrun it is this run's
     newest even if --resume names another, with which the run began."""
     path = "" if resume == "auto" else resume
     if rank == 0 and resume and (resume == "auto" or restarts != "0"):
         path = newest_whole() or path
-    if world > 1:
-        box = [path]
-        dist.broadcast_object_list(box)
-        path = box[0]
+    path = from_rank_0(path)
     if path and not Path(path).exists():
         sys.exit(f"found no checkpoint {path} on rank {rank}; nodes of a run must share its folder")
     if resume == "auto" and not path and newest_first():
@@ -519,8 +527,8 @@ def open_log(path, model):
         figures = {name: x for name, x in figures.items() if x is not None}
         for name, x in figures.items():
             line += f" {name}:" + FORMATS.get(name, "{:.5f}").format(x)
-        if os.fstat(file.fileno()).st_size != file.tell():
-            sys.exit(f"{path} has grown: this run ends, since another start of its name goes on with it")
+        if not path.exists() or path.stat().st_size != file.tell():
+            sys.exit(f"{path} was changed, as by another start of this run: this one ends")
         print(line, file=file)
         with contextlib.suppress(OSError):  # of a terminal that is gone
             print(line, flush=True)
@@ -621,9 +629,13 @@ def main(argv):
     if shards.vocab != val_shards.vocab:
         sys.exit(f"found {shards.vocab} ids to train on, {val_shards.vocab} to validate; use one tokenizer")
     log_file = Path("logs", f"{run_name}.txt")
-    if log_file.exists() and not resume and not eval_only:
+    goes_on = resume == "auto" or run_of(resume) == run_name or restarts != "0"
+    if log_file.exists() and not goes_on and not eval_only:
         sys.exit(f"{log_file} exists; give another --run_name, or, if that run has ended, --resume=auto")
     init_ranks()
+    facts = settings(), shards.contents, val_shards.contents
+    if facts != from_rank_0(facts):
+        sys.exit(f"rank {rank} has other settings or data than rank 0; nodes of a run need the same")
     path = find_checkpoint()
     if eval_only and not path and not init_from:
         sys.exit("found no checkpoint to evaluate; give --resume or --init_from")

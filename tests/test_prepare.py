@@ -174,10 +174,27 @@ def test_shards_end_with_a_batch_and_count_their_documents(monkeypatch):
     assert all(2000 <= shard["tokens"] < 4000 for shard in shards[:-1])
     assert all(np.fromfile(f"data/mine/{shard['file']}", "<u2")[-1] == 256 for shard in shards)
 
+def test_shards_of_a_group_that_failed_are_no_part_of_the_dataset(monkeypatch):
+    monkeypatch.setattr(prepare, "SHARD_TOKENS", 2000)
+    monkeypatch.setattr(prepare, "BATCH", 300)
+    write("in/a.jsonl", jsonl(sentences(90)) + b'{"text": "cut')
+    refused("line 91", *COMMAND)
+    assert len(os.listdir("data/mine.partial")) > 5
+    write("in/a.jsonl", jsonl(["new"] * 90))
+    prepare.main(COMMAND)
+    assert {*texts("mine", "train"), *texts("mine", "val")} == {"new"}
+
+def test_a_terminal_without_all_letters():
+    write("in/日本.png", "")
+    write("in/a.txt", "A b c")
+    run = child(*COMMAND, PYTHONIOENCODING="latin-1")
+    assert run.returncode == 0 and "in/??.png" in run.stdout
+
 KILL = "def kill(*_): os.kill(os.getpid(), 9)\nprepare.GROUP = 1000\n"
 
 @pytest.mark.parametrize("setup", [
-    KILL + "close = prepare.Shard.close\nprepare.Shard.close = lambda s: kill() if s.name[-5] > '4' else close(s)",
+    KILL + "write = prepare.write_shard\n"
+           "prepare.write_shard = lambda path, *a: kill() if path.stem[-1] > '4' else write(path, *a)",
     KILL + "replace = os.replace\nos.replace = lambda *a: replace(*a) or kill()",
     KILL + "prepare.Path.rename = kill",
     "prepare.GROUP = 1000\nresource.setrlimit(resource.RLIMIT_FSIZE, (3500, 3500))"],
@@ -225,9 +242,10 @@ def test_the_text_may_have_another_field():
 
 def test_a_dataset_is_one_folder_in_data_of_one_source():
     write("in/a.txt", "A b c")
-    for name in "../x", "a/b", "..", ".x", "my_val":  # the train scripts would take my_val_train_000001.bin for both
+    # the train scripts would take my_val_train_000001.bin for both
+    for name in "../x", "a/b", "..", ".x", "a.partial", "my_val":
         refused("--name", *COMMAND[:-1], name)
-    refused("--input nowhere does not exist", "text", "--input", "in", "nowhere", "--name", "mine")
+    refused("nowhere does not exist", "text", "--input", "in", "nowhere", "--name", "mine")
     assert os.listdir() == ["in"]
     prepare.main(COMMAND)
     write("in/b.txt", "B")
@@ -238,7 +256,7 @@ def test_damage_is_found():
     prepare.main(COMMAND)
     path = Path("data/mine/mine_train_000001.bin")
     good = path.read_bytes()
-    for bad in good[:-2], good + b"aa", good[:1030] + b"?" + good[1031:], good[:12] + b"?" + good[13:]:
+    for bad in good[:-2], good + b"a", good[:500], good[:1030] + b"?" + good[1031:], good[:12] + b"?" + good[13:]:
         path.write_bytes(bad)
         refused("damaged", "verify", "mine")
     path.write_bytes(good)
@@ -267,7 +285,7 @@ def test_import_refuses_what_is_cut_or_of_another_tokenizer():
 
 def test_of_others_shards_one_line_says_what_was_found_and_what_to_run(capsys):
     write_shard("data/llmc/tiny_shakespeare_train.bin", range(500), ours=False)
-    refused("1 .bin files, no manifest.json; python prepare.py import data/llmc ", "verify", "llmc")
+    refused("no manifest.json; .*python prepare.py import data/llmc ", "verify", "llmc")
     refused("not made by prepare.py", "import", "data/llmc", "--name", "llmc")
     write("llama3/edu_fineweb_train_000001.bin", np.array([20240801, 7, 128_000], "<u4").tobytes())
     refused("llama3/.* ids of 32 bits.*python prepare.py text", "import", "llama3", "--name", "llama3")
@@ -298,7 +316,8 @@ def test_an_import_refuses_ids_of_another_width():
     ids = np.random.default_rng(0).integers(0, 50257, 4000)
     sparse = np.where(ids % 9, 0, ids)
     for width in "<i4", "<u4", "<i8", "<u8":
-        for part in ids, ids % 65, sparse, ids % 50000 + 65536 * (ids % 2):
+        labels = np.where(np.arange(4000) % 1000, ids, -100)  # where nothing is to be learnt
+        for part in ids, ids % 65, sparse, ids % 50000 + 65536 * (ids % 2), labels:
             write("wide/train.bin", part.astype(width).tobytes())
             refused("wide/train.bin .* ids of 32 bits or 64.*tokenize the text", "import", "wide", "--name=wide")
     assert os.listdir() == ["wide"]
@@ -311,11 +330,11 @@ def test_what_is_held_out_is_not_trained_on(capsys):
     """By whole words of its name or its folders': contest is not left out, nor is latest."""
     for n, name in enumerate([
             "val", "b/Validation/0", "train/valid", "contest_train", "latest/train", "train/interval",
-            "test", "a/my-test_01", "test/0", "train/Test/0", "train.dev"]):
+            "test", "a/my-test_01", "test/0", "train/Test/0", "train.dev", "tests/train", "held-out", "train/holdout"]):
         write(f"ids/{name}.bin", np.array([n], "<u2").tobytes())
         write(f"in/{name}.txt", str(n))
     write("ids/part0.bin", np.array([99], "<u2").tobytes())
-    for left_out, argv in (6, ["import", "ids", "--name=ids"]), (5, COMMAND):
+    for left_out, argv in (9, ["import", "ids", "--name=ids"]), (8, COMMAND):
         prepare.main(argv)
         assert f"left out: {left_out} " in capsys.readouterr().out.splitlines()[0]
     for split, numbers in ("val", [0, 1, 2]), ("train", [3, 4, 5]):
@@ -330,10 +349,11 @@ def test_capitals_and_links_are_read_and_hidden_files_counted(capsys):
     write("elsewhere/C.Md", "linked")
     for name in "in/._a.txt", "in/.git/b.txt", "in/c.png":
         write(name, b"\xff")
-    for link, target in ("in/link", "../elsewhere"), ("in/once_more", "link"), ("in/loop", "."), ("elsewhere/up", ".."):
+    for link, target in (("in/link", "../elsewhere"), ("in/once_more", "link"), ("in/loop", "."),
+                         ("elsewhere/up", ".."), ("in/z.txt", "A.TXT")):
         os.symlink(target, link)
-    prepare.main([*COMMAND, "--val_fraction=0"])
-    assert texts("mine", "train") == ["marked", "record", "linked"]
+    prepare.main(["text", "--name=mine", "--val_fraction=0", "--input", "in", "elsewhere", "in/A.TXT"])
+    assert texts("mine", "train") == ["marked", "record", "linked"]  # each once
     assert "left out: 3 " in capsys.readouterr().out.splitlines()[0]
 
 def test_a_part_without_rows_holds_no_documents():

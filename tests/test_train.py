@@ -377,11 +377,38 @@ def resumes_again(module):
 def test_of_two_that_resume_one_run_at_once_the_later_goes_on():
     """The other writes nothing more, neither into the log nor a checkpoint."""
     train("run", max_iters=4)
-    with pytest.raises(SystemExit, match="logs/run.txt has grown: .* another start"):
+    with pytest.raises(SystemExit, match="logs/run.txt was changed, as by another start"):
         train("run", resume="auto", meddle=resumes_again)
     begun = [line.split()[0] for line in log_lines("run")[-6:]]
     assert begun == ["step:5/8", "resumed:step:4", "step:4/6", "step:5/6", "step:6/6", "final"]
     assert sorted(os.listdir("checkpoints/run")) == ["step_00000004.pt", "step_00000006.pt"]
+
+def test_a_run_whose_log_is_gone_ends():
+    """Since another start may take its name."""
+    def remove(module):
+        module.set_schedules = lambda step, _: step == 5 and os.unlink("logs/run.txt")
+    with pytest.raises(SystemExit, match="logs/run.txt was changed"):
+        train("run", meddle=remove)
+    assert os.listdir("logs") == []
+
+def test_a_checkpoint_of_elsewhere_goes_on_under_a_name_of_its_own():
+    for path, expected in (("checkpoints/a/b/step_00000004.pt", "a/b"), ("old/checkpoints/run/step_00000004.pt", "new"),
+                           ("../x.pt", "new"), (os.path.abspath("checkpoints/run/x.pt"), "run")):
+        t = fresh(resume=path)
+        t.configure([])
+        assert t.run_name == expected.replace("new", "train_gpt-demo-muon-vs-seed1")
+    train("run", max_iters=4)
+    train("old", max_iters=4)
+    with pytest.raises(SystemExit, match="logs/run.txt exists"):
+        train("run", resume="checkpoints/old/step_00000004.pt")
+
+def of_another_seed(module):
+    module.seed = module.rank
+
+def test_ranks_of_other_settings_end():
+    with pytest.raises(Exception, match="terminated"):
+        on_ranks(2, name="run", meddle=of_another_seed)
+    assert Path("exit-1").read_text().startswith("rank 1 has other settings or data than rank 0")
 
 def on_a_node_of_its_own(alone, module):
     if module.rank == alone:
