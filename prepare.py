@@ -36,8 +36,8 @@ MAGIC, HEADER, SHARD_TOKENS = 20240520, 1024, 100_000_000  # HEADER in bytes
 TEXT, RECORDS = (".txt", ".md", ".py"), (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".parquet")
 BLOCK, BATCH, GROUP = 1 << 16, 1 << 20, 64 << 20  # read of a text at a time; for a thread; files that are one input
 # what a file is for, by the words of its name and its folders'; the first entry that fits counts
-WORDS = {"test": "test tests testset testing dev eval evaluation held heldout holdout", "val": "val valid validation",
-         "train": "train training"}
+WORDS = {"test": "test tests testset dev devset eval evalset evaluation held heldout holdout",
+         "val": "val valset valid validation", "train": "train training"}
 
 @contextlib.contextmanager
 def in_one_line(what, mend):
@@ -194,7 +194,7 @@ def share(key):
     return int.from_bytes(hashlib.blake2b(os.fsencode(key), digest_size=8).digest(), "big") / 2**64
 
 def write_shard(path, split, parts, vocab, eot):
-    """Returns its entry in the manifest."""
+    """Write the arrays `parts` as one shard. Returns its entry in the manifest."""
     ids, header = np.concatenate(parts), np.zeros(256, "<u4")
     header[:7] = MAGIC, 1, len(ids), vocab, eot, zlib.crc32(ids), 1
     with open(path, "wb") as file:
@@ -205,7 +205,7 @@ def write_shard(path, split, parts, vocab, eot):
 
 def read_manifest(folder):
     if not (folder / "manifest.json").exists():
-        sys.exit(f"{folder} was not made by prepare.py: no manifest.json; shards of others: "
+        sys.exit(f"{folder} does not exist or was not made by prepare.py: no manifest.json; shards of others: "
                  f"python prepare.py import {folder} --name ANOTHER")
     return json.loads((folder / "manifest.json").read_text())
 
@@ -231,8 +231,6 @@ def build(args, source, files, validates=None, count="train", listing=None):
 
     convert = tokenizing(args, validates) if validates else lambda group, number: read_ids(*group[0][1:3], vocab)
     folder.mkdir(parents=True, exist_ok=True)
-    for path in {*folder.glob(f"{args.name}_*.bin")} - {folder / shard["file"] for shard in state["shards"]}:
-        path.unlink()  # of a group that was not finished
     files = listing() if listing else files
     groups = np.cumsum([size for *_, size, _ in stats]) // GROUP if stats and validates else range(len(files))
     groups = itertools.groupby(list(zip(groups, files))[state["done"]:], lambda pair: pair[0])
@@ -262,6 +260,8 @@ def build(args, source, files, validates=None, count="train", listing=None):
 
     if args.tokenizer_file:
         shutil.copy(args.tokenizer_file, folder / "tokenizer.model")  # for show and the tools
+    for path in {*folder.glob(f"{args.name}_*.bin")} - {folder / shard["file"] for shard in state["shards"]}:
+        path.unlink()  # of a group that failed and is another
     folder.rename(final)
     print(f"{final}: {tokens['train']:,} tokens to train on, {tokens['val']:,} to validate on")
     own = SOURCES.get(args.command, {})
@@ -273,43 +273,43 @@ def build(args, source, files, validates=None, count="train", listing=None):
           f"next: python {own.get('next', 'train_gpt.py' + flags)}")
 
 # ---- Commands --------------------------------------------------------------------------------------------------------
-def below(top, seen, leave=()):
-    """[(name, path)] of the files at or below `top`, each once, whatever links lead there, but `seen` and `leave`."""
+def below(top, leave=()):
+    """[(name, path)] of the files at or below `top`, each folder once, whatever links lead there, without `leave`."""
     base = top if top.is_dir() else top.parent
-    found, paths = [], [top]
+    found, seen, paths = [], set(base.resolve().parents), [top]
     for path in paths:  # which grows
-        real = path.resolve()
-        if real in seen or real in base.resolve().parents or path.name in leave:
-            continue
-        seen.add(real)
-        if path.is_dir():
-            paths += sorted(path.iterdir())
-        else:
+        if not path.is_dir():
             found.append((path.relative_to(base).as_posix(), str(path)))
+        elif path.name not in leave and path.resolve() not in seen:
+            seen.add(path.resolve())
+            paths += sorted(path.iterdir())
     return sorted(found)
 
 def find(tops, endings, splits):
     """[(name, path, does it validate?)] of the files at or below these paths; a line counts what is left out."""
-    files, left_out, seen = [], [], set()
+    files, left_out = {}, []  # files: what links name twice is one, and validates if one of its names says so
     for top in map(Path, tops):
         if not top.exists():
             sys.exit(f"{top} does not exist; give a file or folder")
-        for name, path in below(top, seen):
+        for name, path in below(top):
             around = Path(os.path.relpath(path)).parts[-name.count("/") - 2:]  # from `top`'s last folder on
             words = {*re.findall(r"[^\W\d_]+", " ".join(around).lower())}
             split = next((split for split in WORDS if words & {*WORDS[split].split()}), None)
             fits = split in splits and name.lower().endswith(endings) and "/." not in f"/{name}"
-            (files if fits else left_out).append((name, path, split == "val"))
+            if not fits:
+                left_out.append(path)
+            elif split == "val" or os.path.realpath(path) not in files:
+                files[os.path.realpath(path)] = (name, path, split == "val")
     if left_out:
-        print(f"left out: {len(left_out)} files, hidden, test, of other kinds or splits; first {left_out[0][1]}")
-    if not any(os.path.getsize(path) for _, path, _ in files):
-        sys.exit(f"{' '.join(tops)}: expected text or ids in files {' '.join(endings)}, for import named train or val")
-    return files
+        print(f"left out: {len(left_out)} files, hidden, test, of other kinds or splits; first {left_out[0]}")
+    if not any(map(os.path.getsize, files)):
+        sys.exit(f"{' '.join(tops)}: expected text (import: ids, named train or val) in files {' '.join(endings)}")
+    return [*files.values()]
 
 def prepare_pysrc(args):
     """Every .py of the running Python's library that is UTF-8, outside site-packages."""
     files = []
-    for name, path in below(Path(sysconfig.get_paths()["stdlib"]), set(), ("site-packages", "dist-packages")):
+    for name, path in below(Path(sysconfig.get_paths()["stdlib"]), leave=("site-packages", "dist-packages")):
         if name.endswith(".py"):
             with contextlib.suppress(UnicodeDecodeError, FileNotFoundError):
                 Path(path).read_bytes().decode()
@@ -334,8 +334,8 @@ def prepare_import(args):
     files = find([args.what], (".bin",), ("train", "val"))
     for _, path, _ in files:
         magic, ids = np.fromfile(path, "<u4", 1).tolist(), np.fromfile(path, "<u2", BATCH)
-        high = np.quantile([0, *ids[1::2]], 0.99)  # of wider numbers nearly every second half is 0, or little more
-        wide = magic == [20240801] or magic != [MAGIC] and high < 16 <= (ids[::2] > 15).sum()
+        low, high = (ids[::2] > 15).sum(), (ids[1::2] > 15).sum()  # halves of wider numbers; few of the high ones are
+        wide = magic == [20240801] or magic != [MAGIC] and 100 * high < len(ids) // 2 and low > 15
         if wide or Path(path).with_name("meta.pkl").exists():
             what, text = ("ids of 32 bits or 64, not 16", "TEXT") if wide else ("ids of characters", "input.txt")
             sys.exit(f"{path} looks like {what}; tokenize the text: "
@@ -367,8 +367,8 @@ def verify(args):
     for shard in manifest["shards"]:
         path = folder / shard["file"]
         header, ids = np.fromfile(path, "<u4", 7).tolist(), np.fromfile(path, "<u2")[HEADER // 2:]
-        fits = path.stat().st_size == HEADER + 2 * shard["tokens"] and (ids == eot).sum() == shard["documents"]
-        if not fits or header != [MAGIC, 1, len(ids), vocab, eot, zlib.crc32(ids), 1] or ids.max() >= vocab:
+        complete = path.stat().st_size == HEADER + 2 * shard["tokens"] and (ids == eot).sum() == shard["documents"]
+        if not complete or header != [MAGIC, 1, len(ids), vocab, eot, zlib.crc32(ids), 1] or ids.max() >= vocab:
             sys.exit(f"{path} is damaged; {mend}")
     print(f"{len(manifest['shards'])} shards verified: sizes, headers, checksums, ids")
 
@@ -411,7 +411,7 @@ def main(argv):
         parser.error(f"{args.command} needs {' and '.join(missing)}; see --help")
     args.name = args.name or args.command
     if not re.fullmatch(r"(?!.*(_train|_val|\.partial$))\w[\w.-]*", args.name):
-        sys.exit(f"--name {args.name}: give letters, digits, _ . -, without _train, _val, .partial")
+        sys.exit(f"--name {args.name}: give letters, digits, _ . -, without _train or _val, no .partial")
     own = "bytes" if args.command in ("pysrc", "text") else SOURCES.get(args.command, {}).get("tokenizer", "gpt2")
     args.tokenizer = args.tokenizer or own
     try:

@@ -528,7 +528,7 @@ def open_log(path, model):
         for name, x in figures.items():
             line += f" {name}:" + FORMATS.get(name, "{:.5f}").format(x)
         if not path.exists() or path.stat().st_size != file.tell():
-            sys.exit(f"{path} was changed, as by another start of this run: this one ends")
+            sys.exit(f"{path} was changed or removed, as by another start of its name; this run ends")
         print(line, file=file)
         with contextlib.suppress(OSError):  # of a terminal that is gone
             print(line, flush=True)
@@ -629,11 +629,12 @@ def main(argv):
     if shards.vocab != val_shards.vocab:
         sys.exit(f"found {shards.vocab} ids to train on, {val_shards.vocab} to validate; use one tokenizer")
     log_file = Path("logs", f"{run_name}.txt")
-    goes_on = resume == "auto" or run_of(resume) == run_name or restarts != "0"
+    goes_on = resume and (resume == "auto" or run_of(resume) == run_name or restarts != "0")
     if log_file.exists() and not goes_on and not eval_only:
-        sys.exit(f"{log_file} exists; give another --run_name, or, if that run has ended, --resume=auto")
+        sys.exit(f"{log_file} exists; give another --run_name, or, if that run has ended with a checkpoint, "
+                 "--resume=auto")
     init_ranks()
-    facts = settings(), shards.contents, val_shards.contents
+    facts = dict(globals=settings(), data=shards.contents, val_data=val_shards.contents)
     if facts != from_rank_0(facts):
         sys.exit(f"rank {rank} has other settings or data than rank 0; nodes of a run need the same")
     path = find_checkpoint()
@@ -649,7 +650,7 @@ def main(argv):
         return
 
     optimizers = build_optimizers(model)
-    start = dict(step=0, train_time=0.0, globals=settings(), data=shards.contents)
+    start = dict(facts, step=0, train_time=0.0)
     if path:
         start |= load_checkpoint(path, model, optimizers)
     elif init_from:
@@ -665,7 +666,7 @@ def main(argv):
         changed = [f"{name}={value}" for name, value in settings().items() if old.get(name) != value]
         if start["data"] != shards.contents:
             changed.append("the data")
-        if start.get("val_data", val_shards.contents) != val_shards.contents:  # older checkpoints lack it
+        if start["val_data"] != val_shards.contents:
             changed.append("the validation data")
         log(f"resumed:step:{start['step']} world_size:{world} changed:{','.join(changed) or 'nothing'}")
     train(model, optimizers, shards, val_shards, start["step"], start["train_time"], log)

@@ -352,9 +352,11 @@ def test_capitals_and_links_are_read_and_hidden_files_counted(capsys):
     for link, target in (("in/link", "../elsewhere"), ("in/once_more", "link"), ("in/loop", "."),
                          ("elsewhere/up", ".."), ("in/z.txt", "A.TXT")):
         os.symlink(target, link)
+    write("in/blobs/9f2c", "blob")  # as the Hub's cache has them
+    os.symlink("blobs/9f2c", "in/z.md")
     prepare.main(["text", "--name=mine", "--val_fraction=0", "--input", "in", "elsewhere", "in/A.TXT"])
-    assert texts("mine", "train") == ["marked", "record", "linked"]  # each once
-    assert "left out: 3 " in capsys.readouterr().out.splitlines()[0]
+    assert texts("mine", "train") == ["marked", "record", "linked", "blob"]  # each once
+    assert "left out: 4 " in capsys.readouterr().out.splitlines()[0]
 
 def test_a_part_without_rows_holds_no_documents():
     write("in/a.parquet", parquet([]))

@@ -377,7 +377,7 @@ def resumes_again(module):
 def test_of_two_that_resume_one_run_at_once_the_later_goes_on():
     """The other writes nothing more, neither into the log nor a checkpoint."""
     train("run", max_iters=4)
-    with pytest.raises(SystemExit, match="logs/run.txt was changed, as by another start"):
+    with pytest.raises(SystemExit, match="logs/run.txt was changed or removed, as by another start"):
         train("run", resume="auto", meddle=resumes_again)
     begun = [line.split()[0] for line in log_lines("run")[-6:]]
     assert begun == ["step:5/8", "resumed:step:4", "step:4/6", "step:5/6", "step:6/6", "final"]
