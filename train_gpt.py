@@ -631,8 +631,7 @@ def main(argv):
     log_file = Path("logs", f"{run_name}.txt")
     goes_on = resume and (resume == "auto" or run_of(resume) == run_name or restarts != "0")
     if log_file.exists() and not goes_on and not eval_only:
-        sys.exit(f"{log_file} exists; give another --run_name, or, if that run has ended with a checkpoint, "
-                 "--resume=auto")
+        sys.exit(f"{log_file} exists; give another --run_name, or, if it has ended and saved, --resume=auto")
     init_ranks()
     facts = dict(globals=settings(), data=shards.contents, val_data=val_shards.contents)
     if facts != from_rank_0(facts):
@@ -664,10 +663,7 @@ def main(argv):
     if resume:
         old = start["globals"] | {"resume": resume, "run_name": run_name}
         changed = [f"{name}={value}" for name, value in settings().items() if old.get(name) != value]
-        if start["data"] != shards.contents:
-            changed.append("the data")
-        if start["val_data"] != val_shards.contents:
-            changed.append("the validation data")
+        changed += [name for name in ("data", "val_data") if start[name] != facts[name]]
         log(f"resumed:step:{start['step']} world_size:{world} changed:{','.join(changed) or 'nothing'}")
     train(model, optimizers, shards, val_shards, start["step"], start["train_time"], log)
     if world > 1 and device == "cuda":

@@ -170,9 +170,10 @@ def test_the_map_by_hand_with_rates_that_seed_9_chose(logs):
 def test_what_a_resumed_run_does_again_counts(logs):
     head, tail = log("muon-vs", 4).split("step:400")
     again = "step:400/500 val_loss:7.0\nstep:450/500 val_loss:8.0\n"
-    changed = "changed:adam_betas=(0.9, 0.95),wandb=,seed=2.0,the data"
-    run = report.Run("a", f"{head}{again}resumed:step:300 world_size:1 {changed}\nstep:400{tail}")
-    assert [run.settings[key] for key in ("adam_betas", "wandb", "seed")] == ["(0.9, 0.95)", "", "2"]
+    changed = "changed:adam_betas=(0.9, 0.95),wandb=,seed=2.0"
+    for what in "", ",the data", ",data,val_data", ",val_data":
+        run = report.Run("a", f"{head}{again}resumed:step:300 world_size:1 {changed}{what}\nstep:400{tail}")
+        assert [run.settings[key] for key in ("adam_betas", "wandb", "seed")] == ["(0.9, 0.95)", "", "2"]
     assert run.problem == "" and list(run.points["val_loss"]) == [5, 3, 2, 1.5, 1.2, 1]
     (logs / "other.txt").write_text(head + "resumed:step:300 changed:learning_rate=0.5,wandb=x\nstep:400" + tail)
     assert list(make()[0]) == ["muon lr=0.01", "muon-vs lr=0.01", "muon-vs lr=0.5 resumed=300"]

@@ -258,10 +258,10 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_a_changed_global_told(ca
     write_shard("data/tiny/tiny_train_000002.bin", range(200))
     train("run", resume="auto", max_iters=4)  # beyond its end there is a validation and nothing else
     assert_equal(checkpoint("run"), changed)
-    assert re.fullmatch("resumed:step:8 .*,the data", log_lines("run")[-3])
+    assert re.fullmatch("resumed:step:8 .*,data", log_lines("run")[-3])
     write_shard("data/tiny/tiny_val_000000.bin", range(200))
     train("run", resume="auto", max_iters=4)
-    assert re.fullmatch("resumed:step:8 .*,the data,the validation data", log_lines("run")[-3])
+    assert re.fullmatch("resumed:step:8 .*,data,val_data", log_lines("run")[-3])
     for path in Path("checkpoints/run").glob("*.pt"):
         path.write_bytes(b"")
     before = log_lines("run")
