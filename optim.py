@@ -177,7 +177,8 @@ def placed_like(value, other):
 
 @functools.cache
 def compiled_update():
-    return torch.compile(update, fullgraph=True, dynamic=False, recompile_limit=256)
+    torch._dynamo.config.recompile_limit = 256  # shapes and options; older torch takes no argument
+    return torch.compile(update, fullgraph=True, dynamic=False)
 
 # ---- The optimizer ----
 class Muon(torch.optim.Optimizer):
