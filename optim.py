@@ -177,7 +177,8 @@ def placed_like(value, other):
 
 @functools.cache
 def compiled_update():
-    torch._dynamo.config.recompile_limit = 256  # shapes and options; older torch takes no argument
+    # A limit for the whole process: an argument of torch.compile is unknown to torch 2.11.
+    torch._dynamo.config.recompile_limit = max(256, torch._dynamo.config.recompile_limit)
     return torch.compile(update, fullgraph=True, dynamic=False)
 
 # ---- The optimizer ----

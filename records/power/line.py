@@ -38,55 +38,54 @@ def mean_and_interval(values):
     half = stats.t.ppf(0.975, len(values) - 1) * values.std(0, ddof=1) / len(values)**0.5
     return values.mean(0), half
 
-def gains(runs, power):
-    """Losses of muon less those of this power, of runs that share all but the power; a row a run."""
-    both = runs.loc[[0.0]].droplevel("power").to_frame("muon").join(
-        runs.loc[[power]].droplevel("power").rename("other"), how="inner")
-    return np.array(both.muon.tolist()) - np.array(both.other.tolist())
+def gains(curves, power, other):
+    """Losses of power less those of other, of the seeds that both have; a row a seed."""
+    both = curves.loc[[power]].droplevel("power").to_frame("a").join(
+        curves.loc[[other]].droplevel("power").rename("b"), how="inner")
+    return np.array(both.a.tolist()) - np.array(both.b.tolist())
+
+def spread(dataset):
+    """Standard deviation over seeds of muon's final loss."""
+    return np.std([run[-1][-1] for run in gpu_runs() if run[1:3] == [dataset, 0.0] and run[5] < 100], ddof=1)
 
 columns = RUN + ["curve"]
 gpu, cpu = (pd.DataFrame(runs, columns=columns) for runs in (gpu_runs(), cpu_runs()))
 same = gpu.merge(cpu, on=RUN, suffixes=("", "_cpu"))
 apart = np.array(same.curve.tolist())[:, -1] - np.array(same.curve_cpu.tolist())[:, -1]
 print(f"{len(same)} runs were made on both: final losses differ by {apart.mean():.4f} in the mean, "
-      f"standard deviation {apart.std(ddof=1):.4f}")
-print(f"largest difference {abs(apart).max():.4f}")
+      f"standard deviation {apart.std(ddof=1):.4f}, at most {abs(apart).max():.4f}; of runs of muon by seed, "
+      f"pysrc {spread('pysrc'):.4f}, english {spread('english'):.4f}")
 
 runs = pd.concat([gpu, cpu]).drop_duplicates(RUN)
 figure = Figure((6, 3.2), layout="constrained")
 axes = figure.subplots()
 for (cell, dataset), group in runs.groupby(["cell", "dataset"]):
-    print(f"\n## {cell}, {dataset}\n\nmean final loss of seeds 101 to 103 at the best pairs of learning_rate, adam_lr\n")
-    search = group[group.seed > 100].assign(final=lambda g: [curve[-1] for curve in g.curve])
-    means = search.groupby(["power", "learning_rate", "adam_lr"]).final.agg(["mean", "count"])
-    means = means[means["count"] == 3]["mean"]
-    for power, losses in means.groupby("power"):
-        best = losses.droplevel("power").sort_values().head(3)
-        print(f"power {power:g}:", "; ".join(f"{lr:g}, {adam:g}: {loss:.4f}" for (lr, adam), loss in best.items()))
+    print(f"\n## {cell}, {dataset}")
+    searched = group[group.seed > 100].assign(final=lambda g: [curve[-1] for curve in g.curve])
+    finals = searched.groupby(["power", "learning_rate", "adam_lr"]).final.agg(["mean", "count"])
+    for power, means in finals[finals["count"] == 3]["mean"].groupby("power"):
+        best = means.droplevel("power").sort_values().head(3)
+        print(f"power {power:g}, best rates, mean of seeds 101 to 103:",
+              "; ".join(f"{lr:g}, {adam_lr:g}: {loss:.4f}" for (lr, adam_lr), loss in best.items()))
 
-    print("\ngain over muon at the same rates and seed, of all these runs\n")
-    by_rates = search.set_index(["power", "learning_rate", "adam_lr", "seed"]).curve
-    for power in sorted(set(search.power) - {0.0}) if cell == "short" else ():
-        gain = gains(by_rates, power)
-        print(f"power {power:g}:", ", ".join(f"{name} {gain[:, i].mean():+.4f}" for name, i in SHARES.items()),
-              f"; ahead at the end in {(gain[:, -1] > 0).sum()} of {len(gain)}")
-
-    print("\nseeds from 1 at the chosen rates; gain over muon, paired\n")
     later = group[group.seed <= 100]
     sizes = later.groupby(["power", "learning_rate", "adam_lr"])["seed"].transform("size")
-    later = later[sizes == sizes.groupby(later.power).transform("max")]  # a CPU's and a GPU's search chose others
-    chosen = later.set_index(["power", "seed"]).curve
+    chosen = later[sizes == sizes.groupby(later.power).transform("max")]  # the CPU's search chose others
+    chosen = chosen.set_index(["power", "seed"]).curve
+    assert chosen.index.is_unique
     line = {0.0: (0.0, 0.0)}
-    for power in sorted(set(later.power)):
-        mean, half = mean_and_interval(chosen.loc[power].tolist())
-        print(f"power {power:g}, {len(chosen.loc[power])} seeds:", ", ".join(f"{n} {mean[i]:.4f}" for n, i in SHARES.items()),
-              f"± {half[-1]:.4f}")
-        if power:
-            gain = gains(chosen, power)
+    for power, curves in chosen.groupby("power"):
+        mean, half = mean_and_interval(curves.tolist())
+        print(f"\npower {power:g}, {len(curves)} seeds:", ", ".join(f"{n} {mean[i]:.4f}" for n, i in SHARES.items()),
+              f"± {half[-1]:.4f}\n  finals:", *(f"{final:.3f}" for final in sorted(curve[-1] for curve in curves)))
+        for other in [other for other in chosen.index.unique("power") if other < power]:
+            gain = gains(chosen, other, power)
             mean, half = mean_and_interval(gain)
-            line[power] = mean[-1], half[-1]
-            print("  gain:", ", ".join(f"{name} {mean[i]:+.4f} ± {half[i]:.4f}" for name, i in SHARES.items()),
-                  f"; ahead at the end in {(gain[:, -1] > 0).sum()} of {len(gain)}")
+            if other == 0:
+                line[power] = mean[-1], half[-1]
+            shares = ", ".join(f"{n} {mean[i]:+.4f} ± {half[i]:.4f}" for n, i in SHARES.items())
+            print(f"  gain over power {other:g}: {shares}; at the end median {np.median(gain[:, -1]):+.4f}, "
+                  f"ahead in {(gain[:, -1] > 0).sum()} of {len(gain)}")
     if cell == "short":
         means, halves = zip(*line.values())
         axes.errorbar(list(line), means, halves, marker="o", capsize=3, label=dataset)

@@ -1,12 +1,13 @@
 """
 The study on one GPU: many runs of a train script side by side, as one model whose parameters have a first dimension R,
-a run each. Initial weights, order of data, schedule and optimizers of a run are those that the script has by itself.
+a run each. Initial weights, order of data, schedule and optimizers of a run are those that the script has by itself;
+Newton-Schulz is in fp32 too. On a GPU the products of fp32 are in TF32.
 
-    python records/power/many.py --power=0.5 --dataset=english --cells short:27 large:15 --out=english-0.5.jsonl
+    python records/power/many.py --power=0.5 --dataset=english --cells short:27 --out=english-0.5.jsonl
 
-In a cell, rates are searched on seeds 101 to 103, learning_rate in steps of √2 and adam_lr in steps of 2, until the
-best mean has a worse one on each of its four sides; then come seeds 1 to R with the best. A line of JSON a run: its
-settings and val_loss at each tenth of it. fp32, on a GPU with TF32 products; Newton-Schulz too. Power 0 is muon.
+In a cell, rates are searched on seeds 101 to 103, learning_rate in steps of √2 and adam_lr in steps of 2, R / 3 pairs
+at a time, a pair's neighbours first, until the best mean has a worse one on each of its four sides; then come seeds 1
+to R with the best. A line of JSON a run: its settings and val_loss at each tenth of it. Power 0 is muon.
 """
 import argparse, copy, importlib, itertools, json, math, sys, time
 from pathlib import Path
@@ -82,7 +83,7 @@ def order(n_windows, seed):
 def clip(grads):
     """Scales the gradients of each run to a global norm of at most grad_clip."""
     norms = sum(grad.square().flatten(1).sum(1) for grad in grads).sqrt()
-    factors = (train.grad_clip / (norms + 1e-6)).clamp(max=1)
+    factors = ((train.grad_clip or math.inf) / (norms + 1e-6)).clamp(max=1)
     for grad in grads:
         grad.mul_(factors.view(-1, *[1] * (grad.ndim - 1)))
 
@@ -93,7 +94,8 @@ def evaluate(model, R, tokens, places):
     for i in range(0, total, B):
         x_BT, y_BT = windows(tokens, places[i:min(i + B, total)])
         logits_BTV = model(x_BT.repeat(R, 1))
-        losses = nn.functional.cross_entropy(logits_BTV.flatten(0, 1).float(), y_BT.repeat(R, 1).flatten(), reduction="none")
+        targets = y_BT.repeat(R, 1).flatten()
+        losses = nn.functional.cross_entropy(logits_BTV.flatten(0, 1).float(), targets, reduction="none")
         sums += losses.view(R, -1).sum(1)
     return (sums / (total * train.block_size)).tolist()
 
@@ -200,7 +202,8 @@ def main():
             return [curve[-1] for curve in curves]
 
         if args.runs:
-            measure([((float(lr), float(adam_lr)), int(seed)) for lr, adam_lr, seed in (r.split(",") for r in args.runs)])
+            named = [run.split(",") for run in args.runs]
+            measure([((float(lr), float(adam_lr)), int(seed)) for lr, adam_lr, seed in named])
             continue
         best = search(measure, (RATES.index(start[0]), start[1]), int(R))
         print(f"{cell} {args.dataset} power {args.power:g}: best {RATES[best[0]]:g}, {best[1]:g}", flush=True)
