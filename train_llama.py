@@ -153,8 +153,8 @@ def numbers(text):
 
 def run_of(path):
     """The name of the run in checkpoints/ that has this checkpoint, or ""."""
-    folder = Path(os.path.relpath(path or ".")).parent
-    return folder.relative_to("checkpoints").as_posix() if Path("checkpoints") in folder.parents else ""
+    inside = re.fullmatch("checkpoints/(.+)/[^/]+", os.path.relpath(path or "."))
+    return inside[1] if inside else ""
 
 def configure(argv):
     """Sets the globals: PRESETS[preset], then PRESETS["preset/optimizer"], then --name=value."""
@@ -173,6 +173,8 @@ def configure(argv):
         overrides.pop("val_dataset", None)  # it belongs to the preset's dataset
     overrides = {name: x for name, x in overrides.items() if name not in flags}
     globals().update(overrides)
+    if overrides and rank == 0:
+        print("set by PRESETS:", *(f"--{name}={x}" for name, x in overrides.items()), file=sys.stderr)
     if "help" in flags:
         comments = dict(re.findall(r"^(\w+) = .*?# (.+)$", SOURCES[0], re.M))
         sys.stdout.reconfigure(errors="replace")  # for terminals without Greek letters
@@ -194,8 +196,6 @@ def configure(argv):
         parser.error(f"--batch_size={batch_size}: no multiple of {world} x {micro_batch_size=}")
     default = f"{Path(__file__).stem}-{preset}-{optimizer}-seed{seed}"
     run_name = run_name or run_of(resume) or default
-    if overrides and rank == 0:
-        print("set by PRESETS:", *(f"--{name}={x}" for name, x in overrides.items()), file=sys.stderr)
 
 # ---- Data loader -------------------------------------------------------------------------------------------
 @functools.lru_cache(2)  # a batch may span two epochs
@@ -340,7 +340,7 @@ def build_optimizers(model):
             dict(params=[p for p in rest if p.ndim < 2], lr=adam_lr, weight_decay=0)]
     optimizers = []
     if optimizer == "adamw":
-        adam.append(dict(params=fused + matrices, lr=learning_rate, weight_decay=weight_decay))
+        adam.insert(0, dict(params=fused + matrices, lr=learning_rate, weight_decay=weight_decay))
     else:
         optimizers.append(optim.Muon(
             [dict(params=fused, split=qkv_split), dict(params=matrices)], lr=learning_rate, variant=optimizer,
@@ -356,8 +356,7 @@ def lr_factor(step):
     """Both learning rates as a fraction of their peaks, at updates 0 to max_iters - 1."""
     if step < warmup_iters:
         return (step + 1) / warmup_iters
-    if schedule == "constant":
-        return 1.0
+    left = 1.0  # constant
     if schedule == "cosine":
         done = (step - warmup_iters) / max(1, max_iters - warmup_iters)
         left = 0.5 * (1 + math.cos(math.pi * done))
@@ -372,8 +371,30 @@ def set_schedules(step, optimizers):
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * lr_factor(step)
 
 def first_sequence(step):
-    """The sequence of the run that update `step` begins with; it ends before that of update step + 1."""
+    """Update `step` takes the sequences first_sequence(step) to first_sequence(step + 1) - 1 of the run."""
     return step * batch_size
+
+def update(step, model, optimizers, shards):
+    """One update. Returns the loss of this rank's sequences and the norm of the whole gradient, as tensors on
+    the device, since reading them would wait for a GPU."""
+    first, end = first_sequence(step), first_sequence(step + 1)
+    if end <= first or (end - first) % (world * micro_batch_size):
+        raise ValueError("the batch must be a multiple of micro_batch_size x ranks")
+    micro_batches = range(first + rank * micro_batch_size, end, world * micro_batch_size)
+    loss = 0.0
+    for start in micro_batches:
+        model.require_backward_grad_sync = start == micro_batches[-1]  # DDP reads it; FSDP reduces each time
+        x_BT, y_BT = shards.batch(start, micro_batch_size)
+        part = model(x_BT, y_BT) / len(micro_batches)
+        part.backward()
+        loss += part.detach()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    set_schedules(step, optimizers)
+    for opt in optimizers:
+        opt.step()
+        opt.zero_grad()
+    return loss, norm
 
 # ---- Evaluation --------------------------------------------------------------------------------------------
 def over_ranks(value, op=dist.ReduceOp.SUM):
@@ -423,11 +444,9 @@ def whole(t):
     t = t.full_tensor() if isinstance(t, DTensor) else t
     return t.cpu() if rank == 0 else None
 
-def save_checkpoint(model, optimizers, shards, val_shards, step, train_time):
+def save_checkpoint(model, optimizers, facts, step, train_time):
     """Writes step_N.pt whole or not at all, and removes old ones. All ranks call it; each may hold parts."""
-    content = dict(script=Path(__file__).name, step=step, train_time=train_time, globals=settings(),
-                   data=shards.contents, val_data=val_shards.contents, vocab=shards.vocab, eot=shards.eot,
-                   optimizer={})
+    content = dict(facts, step=step, train_time=train_time, optimizer={})
     content["model"] = {name: whole(p) for name, p in model.state_dict().items()}
     for opt in optimizers:
         saved = opt.full_state_dict() if isinstance(opt, optim.Muon) else opt.state_dict()
@@ -496,13 +515,13 @@ def load_checkpoint(path, model, optimizers=()):
     if optimizers and saved["globals"]["optimizer"] != optimizer:
         sys.exit(f"{path} is of --optimizer={saved['globals']['optimizer']}; pass that")
     for opt in optimizers:
-        state = {}
+        fresh = opt.state_dict()  # options of this start, and no state yet
         for i, (name, p) in enumerate(parameters_of(opt, model)):
-            entry = saved["optimizer"][name]
-            state[i] = {key: t if key == "step" else optim.placed_like(t, p) for key, t in entry.items()}
-        options = opt.state_dict()["param_groups"]  # its own: rates may be others now
-        opt.load_state_dict({"state": state, "param_groups": options})
-    return {name: x for name, x in saved.items() if name not in ("model", "optimizer")}  # which are large
+            entry = saved["optimizer"][name].items()
+            fresh["state"][i] = {key: t if key == "step" else optim.placed_like(t, p) for key, t in entry}
+        opt.load_state_dict(fresh)
+    del saved["model"], saved["optimizer"]  # which are large
+    return saved
 
 # ---- Main --------------------------------------------------------------------------------------------------
 def init_ranks():
@@ -512,7 +531,8 @@ def init_ranks():
         torch.cuda.set_device(local_rank)
         torch.backends.cuda.matmul.allow_tf32 = True
     if world > 1:
-        store = next(dist.rendezvous("env://"))[0]  # with keys of dead ranks, after a restart: pytorch 135712
+        # torchrun's store outlives a restart, with keys of dead ranks, which a prefix hides: pytorch 135712.
+        store = next(dist.rendezvous("env://"))[0]
         hours = datetime.timedelta(hours=4)  # as others wait while one rank saves
         dist.init_process_group("nccl" if device == "cuda" else "gloo", rank=rank, world_size=world,
                                 store=dist.PrefixStore(restarts, store), timeout=hours)
@@ -573,28 +593,6 @@ def open_log(path, model):
             tracker.log(figures, step=step)
     return log
 
-def update(step, model, optimizers, shards):
-    """One update. Returns the loss of this rank's sequences and the norm of the whole gradient, as tensors on
-    the device, since reading them would wait for a GPU."""
-    first, end = first_sequence(step), first_sequence(step + 1)
-    if end <= first or (end - first) % (world * micro_batch_size):
-        raise ValueError("the batch must be a multiple of micro_batch_size x ranks")
-    micro_batches = range(first + rank * micro_batch_size, end, world * micro_batch_size)
-    loss = 0.0
-    for start in micro_batches:
-        model.require_backward_grad_sync = start == micro_batches[-1]  # DDP reads it; FSDP reduces each time
-        x_BT, y_BT = shards.batch(start, micro_batch_size)
-        part = model(x_BT, y_BT) / len(micro_batches)
-        part.backward()
-        loss += part.detach()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    set_schedules(step, optimizers)
-    for opt in optimizers:
-        opt.step()
-        opt.zero_grad()
-    return loss, norm
-
 def report(figures, optimizers, log):
     """The last line, with memory and optimizer state of the rank that has most."""
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
@@ -608,11 +606,11 @@ signals = []  # that came
 
 def on_signal(number, frame):
     """The run saves and stops at its next log line; a second Ctrl-C ends it at once."""
-    if number == signal.SIGINT and number in signals:
-        raise KeyboardInterrupt
     signals.append(number)
+    if number == signal.SIGINT:
+        signal.signal(number, signal.default_int_handler)
 
-def train(model, optimizers, shards, val_shards, step, train_time, log):
+def train(model, optimizers, shards, val_shards, facts, step, train_time, log):
     """A turn of the loop is a pause, which evaluates, logs and saves, then the updates up to the next pause.
     The clock counts updates alone, without the first of a start, which compiles."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -626,9 +624,8 @@ def train(model, optimizers, shards, val_shards, step, train_time, log):
     recent = {}  # what the updates before this pause measured; none before the first
     while True:
         last = step >= max_iters
-        val_loss, val_acc = None, None
-        if last or step % eval_interval == 0:
-            val_loss, val_acc = evaluate(model, val_shards)
+        evaluates = last or step % eval_interval == 0
+        val_loss, val_acc = evaluate(model, val_shards) if evaluates else (None, None)
         step_avg = 1000 * (train_time - first_time) / max(1, step - first_step - 1)
         figures = dict(val_loss=val_loss, train_time=train_time, step_avg=step_avg, val_acc=val_acc, **recent)
         log(f"step:{step}/{max_iters}", figures, step)
@@ -638,7 +635,7 @@ def train(model, optimizers, shards, val_shards, step, train_time, log):
         stop = over_ranks(torch.tensor(len(signals), device=device)) > 0
         due = step > first_step and (last or step % checkpoint_interval == 0)
         if stop or due:
-            save_checkpoint(model, optimizers, shards, val_shards, step=step, train_time=train_time)
+            save_checkpoint(model, optimizers, facts, step=step, train_time=train_time)
         if last:
             return report(dict(val_loss=val_loss, val_acc=val_acc, train_time=train_time), optimizers, log)
         if stop:
@@ -653,7 +650,7 @@ def train(model, optimizers, shards, val_shards, step, train_time, log):
         torch.get_device_module(device).synchronize()
         seconds = time.perf_counter() - clock
         recent = dict(train_loss=float(over_ranks(loss) / world), grad_norm=float(norm),
-                      lr=learning_rate * lr_factor(step - 1))
+                      lr=optimizers[0].param_groups[0]["lr"])  # of the matrices
         if begin > first_step:
             train_time += seconds
             tokens_per_s = (first_sequence(step) - first_sequence(begin)) * block_size / seconds
@@ -666,43 +663,45 @@ def main(argv):
     if shards.vocab != val_shards.vocab:
         sys.exit(f"found {shards.vocab} ids to train on, {val_shards.vocab} to validate; use one tokenizer")
     log_file = Path("logs", f"{run_name}.txt")
-    goes_on = resume and (resume == "auto" or run_of(resume) == run_name or restarts != "0")
-    if log_file.exists() and not goes_on and not eval_only:
+    goes_on = resume == "auto" or run_of(resume) == run_name or (resume and restarts != "0")
+    if log_file.exists() and not (goes_on or eval_only):
         sys.exit(f"{log_file} exists; give another --run_name, or, if it has ended and saved, --resume=auto")
     init_ranks()
-    facts = dict(globals=settings(), data=shards.contents, val_data=val_shards.contents)
+    facts = dict(script=Path(__file__).name, code=SOURCES, globals=settings(), data=shards.contents,
+                 val_data=val_shards.contents, vocab=shards.vocab, eot=shards.eot)
     if facts != from_rank_0(facts):
-        sys.exit(f"rank {rank} has other settings or data than rank 0; nodes of a run need the same")
+        sys.exit(f"rank {rank} has other settings, data or code than rank 0; nodes of a run need the same")
     path = find_checkpoint()
     if eval_only and not path and not init_from:
         sys.exit("found no checkpoint to evaluate; give --resume or --init_from")
 
     model = build_model(shards.vocab)
+    optimizers = [] if eval_only else build_optimizers(model)
+    start = dict(facts, step=0, train_time=0.0)
+    if path or init_from:
+        saved = load_checkpoint(path or init_from, model, optimizers if path else [])
+        if saved["vocab"] != shards.vocab:
+            sys.exit(f"{path or init_from} is of a tokenizer of {saved['vocab']} ids, not {shards.vocab}")
+        start |= saved if path else {}
     if eval_only:
-        load_checkpoint(path or init_from, model)
         val_loss, val_acc = evaluate(model, val_shards)
         if rank == 0:
             print(f"val_loss:{val_loss:.5f} val_acc:{val_acc:.4f}")
         return
 
-    optimizers = build_optimizers(model)
-    start = dict(facts, step=0, train_time=0.0)
-    if path:
-        start |= load_checkpoint(path, model, optimizers)
-    elif init_from:
-        load_checkpoint(init_from, model)
     log = lambda *_: None
     if rank == 0:
         log = open_log(log_file, model)
-        for newer in newest_first():
-            if int(newer.stem[5:]) > start["step"]:  # the run goes back to before it, or begins anew
-                newer.rename(newer.with_suffix(".abandoned"))
+        for other in newest_first():
+            if int(other.stem[5:]) > start["step"] or run_of(path) != run_name:  # goes back, or begins anew
+                other.rename(other.with_suffix(".abandoned"))
     if resume:
         old = start["globals"] | {"resume": resume, "run_name": run_name}
-        changed = [f"{name}={value}" for name, value in settings().items() if old.get(name) != value]
+        changed = ["code"] if start["code"] != SOURCES else []
+        changed += [f"{name}={value}" for name, value in settings().items() if old.get(name) != value]
         changed += [name for name in ("data", "val_data") if start[name] != facts[name]]
         log(f"resumed:step:{start['step']} world_size:{world} changed:{','.join(changed) or 'nothing'}")
-    train(model, optimizers, shards, val_shards, start["step"], start["train_time"], log)
+    train(model, optimizers, shards, val_shards, facts, start["step"], start["train_time"], log)
     if world > 1 and device == "cuda":
         dist.destroy_process_group()  # gloo's ends with the process; destroying it may hang
 

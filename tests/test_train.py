@@ -1,6 +1,6 @@
 """train_gpt.py on a CPU with a model of 30 k parameters: the order of the data, one batch however it is divided,
 validation, logs, checkpoints, and mistakes made from a shell. test_export.py holds the model against transformers."""
-import functools, io, math, os, re, resource, signal, subprocess, sys, types
+import functools, io, math, os, re, resource, shutil, signal, subprocess, sys, types
 from pathlib import Path
 
 import numpy as np
@@ -269,6 +269,24 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_a_changed_global_told(ca
         train("run", resume="auto")
     assert log_lines("run") == before
 
+def test_a_start_meets_other_code_another_vocabulary_and_a_checkpoint_that_is_not_its_own():
+    train("run", max_iters=4)
+    train("run", resume="auto", meddle=lambda module: module.SOURCES.append("edited"))
+    assert any(line.startswith("resumed:step:4 world_size:1 changed:code,max_iters=8") for line in log_lines("run"))
+    shutil.copytree("checkpoints/run", "checkpoints/new")
+    train("new", resume="checkpoints/run/step_00000008.pt", max_iters=12, keep_checkpoints=0)
+    assert sorted(path.name[-11:] for path in Path("checkpoints/new").iterdir())[:2] == ["00000012.pt", "4.abandoned"]
+    for split in "train", "val":
+        write_shard(f"data/other/other_{split}_000001.bin", range(200), vocab=300)  # padded to 320, as 257 is
+    with pytest.raises(SystemExit, match="is of a tokenizer of 257 ids, not 300"):
+        train("other", dataset="other", init_from="checkpoints/run/step_00000008.pt")
+
+def test_the_log_has_the_rate_that_was_used():
+    def set_schedules(step, optimizers):
+        optimizers[0].param_groups[0]["lr"] = 0.5 ** step
+    train("run", max_iters=3, meddle=lambda module: setattr(module, "set_schedules", set_schedules))
+    assert figures("run", "lr") == {1: 1, 2: 0.5, 3: 0.25}
+
 def test_newest_is_the_highest_step_and_a_run_may_go_back(monkeypatch):
     train("run", checkpoint_interval=2, keep_checkpoints=0)
     os.utime("checkpoints/run/step_00000002.pt")  # as copying may leave it
@@ -408,7 +426,7 @@ def of_another_seed(module):
 def test_ranks_of_other_settings_end():
     with pytest.raises(Exception, match="terminated"):
         on_ranks(2, name="run", meddle=of_another_seed)
-    assert Path("exit-1").read_text().startswith("rank 1 has other settings or data than rank 0")
+    assert Path("exit-1").read_text().startswith("rank 1 has other settings, data or code than rank 0")
 
 def on_a_node_of_its_own(alone, module):
     if module.rank == alone:
