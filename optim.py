@@ -37,7 +37,7 @@ def iterate(X, steps, coefficients, split):
     """The steps X <- aX + (bA + cA²)X, A = XXᵀ, of matrices (..., m, n) of norm 1."""
     triples = coefficients if isinstance(coefficients[0], tuple | list) else [coefficients]
     shape = X.shape
-    X = X.unflatten(-2, (split, -1)).flatten(0, -3)  # (matrices, m / split, n)
+    X = X.reshape(-1, shape[-2] // split, shape[-1])  # (matrices, m / split, n)
     # On a CPU a matrix alone is faster than a batch of one.
     X, addmm = (X[0], torch.addmm) if len(X) == 1 else (X, torch.baddbmm)
     tall = X.size(-2) > X.size(-1)
@@ -187,7 +187,8 @@ class Muon(torch.optim.Optimizer):
     Embeddings, output head and vectors are for torch.optim.AdamW.
 
     lr: η. adjust_lr_fn: its factor s, as in torch.optim.Muon. weight_decay: λ, times lr alone.
-    momentum, gamma, beta2, eps: β, γ, β₂ and ε of the rule that variant names.
+    momentum, gamma, beta2, eps: β, γ, β₂ and ε of the rule that variant names. Its buffers mean
+    something else to another rule: clear the state when variant changes.
     split: rows are cut into so many equal matrices: 3 for fused queries, keys and values.
     state_dtype: None for fp32, or fp64 for fp64; in bf16 averages with β above 0.996 stall.
     compile: False does without a compiler, as DTensors and batches on a CPU always do.
@@ -205,7 +206,7 @@ class Muon(torch.optim.Optimizer):
         del defaults["self"], defaults["params"], defaults["process_group"], defaults["__class__"]
         self.process_group = process_group
         self.rank = dist.get_rank(process_group) if dist.is_initialized() else 0
-        self.owners = {}  # parameter -> rank; none for DTensors, of which each rank has a part
+        self.owners = {}  # parameter -> rank that updates it; no DTensors: each rank has a part
         super().__init__(params, defaults)  # last, as it calls add_param_group
 
     def add_param_group(self, param_group):
@@ -214,9 +215,8 @@ class Muon(torch.optim.Optimizer):
         known = group["variant"] in VARIANTS and group["adjust_lr_fn"] in UPDATE_SCALES
         if not known or any(p.ndim < 2 or p.size(-2) % group["split"] for p in group["params"]):
             self.param_groups.pop()
-            names = *VARIANTS, *UPDATE_SCALES
             raise ValueError("expected matrices (vectors are AdamW's), a split that divides rows, "
-                             f"and names of {names}")
+                             f"and names of {*VARIANTS, *UPDATE_SCALES}")
         ranks = dist.get_world_size(self.process_group) if dist.is_initialized() else 1
         for p in sorted(group["params"], key=lambda p: -p.numel()):
             if ranks > 1 and not isinstance(p, DTensor):
@@ -230,7 +230,7 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             alike = {}  # this rank's parameters, in lists of those that can be stacked
             for p in group["params"]:
-                if p.grad is not None and self._is_mine(p):
+                if p.grad is not None and self.owners.get(p, self.rank) == self.rank:
                     step = int(self._state(group, p)["step"])
                     layout = (p.device_mesh, p.placements) if isinstance(p, DTensor) else None
                     alike.setdefault((step, p.shape, p.dtype, p.device, layout), []).append(p)
@@ -241,12 +241,10 @@ class Muon(torch.optim.Optimizer):
                 at_once = ranks if device.type == "cpu" else max(ranks, 2**27 // shape.numel())
                 for i in range(0, len(params), at_once):
                     self._update(group, params[i:i + at_once])
-        dense = {p: p.detach().contiguous() for p in self.owners}  # p's own memory, or a copy
-        sent = [dist.broadcast(dense[p], group_src=owner, group=self.process_group, async_op=True)
-                for p, owner in self.owners.items()]
-        for p, work in zip(dense, sent):
-            work.wait()
-            p.copy_(dense[p])
+        for p in [p for group in self.param_groups for p in group["params"] if p in self.owners]:
+            dense = p.contiguous()  # p itself, or a copy if its memory has gaps
+            dist.broadcast(dense, group_src=self.owners[p], group=self.process_group)
+            p.copy_(dense)
         return loss
 
     def _update(self, group, params):
@@ -254,16 +252,14 @@ class Muon(torch.optim.Optimizer):
         own = [self._state(group, p) for p in params]
         states = {name: [state[name] for state in own] for name in VARIANTS[group["variant"]][1:]}
         options = {name: value for name, value in group.items() if name in self.defaults}
-        del options["compile"]
         options["t"] = own[0]["step"] + 1
         options["ns_dtype"] = group["ns_dtype"] or fast_dtype(device)
-        constants = ["nesterov", "ns_steps", "split"]
-        if group["power"] == 1:
-            constants.append("power")  # the compiler leaves out a power of 1
         for name, value in options.items():
-            if isinstance(value, int | float) and name not in constants:
+            if isinstance(value, int | float) and name not in ("nesterov", "ns_steps", "split"):
                 # A tensor can change without recompiling.
                 options[name] = torch.tensor(value, dtype=torch.float64, device="cpu")
+        if group["power"] == 1:
+            options["power"] = 1  # which the compiler leaves out
         batch = device == "cpu" and params[0].ndim > 2  # Inductor fails on some of these
         eager = not group["compile"] or isinstance(params[0], DTensor) or batch
         run = update if eager else compiled_update()
@@ -275,14 +271,10 @@ class Muon(torch.optim.Optimizer):
         for state in own:
             state["step"] += 1
 
-    def _is_mine(self, p):
-        """Whether this rank updates p, which it owns or, of a DTensor, has a part of."""
-        return self.owners.get(p, self.rank) == self.rank
-
     def _state(self, group, p):
         """The state of p; what is missing is made, zero."""
         state = self.state[p]
-        state.setdefault("step", torch.tensor(0.0, device="cpu"))
+        state.setdefault("step", torch.zeros((), dtype=torch.float32, device="cpu"))
         for name in VARIANTS[group["variant"]][1:]:
             if name not in state:
                 like = upcast(p[..., :1] if name.startswith("row_") else p)
@@ -316,11 +308,10 @@ class Muon(torch.optim.Optimizer):
         super().load_state_dict({"state": {}, "param_groups": groups})  # it would cast the state
         for group, saved in zip(self.param_groups, groups):
             for p, i in zip(group["params"], saved["params"]):
-                entry = state_dict["state"].get(i)
-                if not entry or not self._is_mine(p):
-                    continue
-                state = self._state(group, p)
+                mine = self.owners.get(p, self.rank) == self.rank
+                entry = state_dict["state"].get(i, {}) if mine else {}
                 for name, value in entry.items():
+                    state = self._state(group, p)
                     if name == "step":
                         state[name].fill_(torch.as_tensor(value).max())  # older files: (1, 1)
                     elif name not in state:  # a wrapper's

@@ -442,7 +442,10 @@ def ranks_worker(rank, world, folder):
         params, opt = build(variant, torch.load(f"{folder}/{variant}-4.pt", weights_only=True))
         runs_like(alone, params, opt, start=15)
         params[0].grad = None if rank else params[0].grad  # a gradient that a rank lacks hangs nobody
+        left = opt.param_groups[0]["params"].pop()  # what is in no group stays as it is
+        left.data.fill_(rank)
         opt.step()
+        assert (left == rank).all()
 
 def test_ranks(tmp_path):
     for variant in "muon-vs", "normuon", "adamuon":
