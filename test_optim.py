@@ -1,8 +1,6 @@
 """
 Tests of optim.py on a CPU: the update rules against a float64 reference and the paper's identities, Newton-Schulz's
 precision, one rank against several, state dicts, and compilation.
-
-    python -m pytest -q test_optim.py        # half a minute
 """
 import copy
 import itertools

@@ -75,10 +75,12 @@ for (cell, dataset), group in runs.groupby(["cell", "dataset"]):
     assert chosen.index.is_unique
     line = {0.0: (0.0, 0.0)}
     for power, curves in chosen.groupby("power"):
+        if len(curves) < 4:
+            continue
         mean, half = mean_and_interval(curves.tolist())
         print(f"\npower {power:g}, {len(curves)} seeds:", ", ".join(f"{n} {mean[i]:.4f}" for n, i in SHARES.items()),
               f"± {half[-1]:.4f}\n  finals:", *(f"{final:.3f}" for final in sorted(curve[-1] for curve in curves)))
-        for other in [other for other in chosen.index.unique("power") if other < power]:
+        for other in sorted(other for other in chosen.index.unique("power") if other < power):
             gain = gains(chosen, other, power)
             mean, half = mean_and_interval(gain)
             if other == 0:
