@@ -3,8 +3,7 @@ Times one step of this project's optimizers and of torch.optim.Muon on the matri
 
     python tools/bench_optim.py                # the demo's matrices: seconds, without bf16 units minutes
     python tools/bench_optim.py --shapes=gpt2-small --repeats=10     # a preset: 85 M parameters, a minute on 2 cores
-    python tools/bench_optim.py --beside=../before/optim.py          # and another version of optim.py
-    python tools/bench_optim.py --kj=../Muon/muon.py                 # and a clone of KellerJordan/Muon
+    python tools/bench_optim.py --beside=../before/optim.py --kj=../Muon/muon.py     # and others
 
 A round times one step of each optimizer, in random order. The table has medians over rounds [and quartiles]; a ratio is
 taken within a round, whose noise hits both alike.

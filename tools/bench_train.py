@@ -3,7 +3,6 @@ Times training: runs each codebase's own script, unmodified, as a process, in tu
 
     python tools/bench_train.py --nanogpt=../nanoGPT                          # the demo; a clone of karpathy/nanoGPT
     python tools/bench_train.py --nanogpt=../nanoGPT --ours="--dtype=float32 --optimizer=adamw"
-    python tools/bench_train.py --beside=../before                            # another checkout of this project
     python tools/bench_train.py --ours= --ours=--optimizer=muon               # what variance adaptation costs
     python tools/bench_train.py --ours="--preset=gpt2-small --dataset=fineweb10B --n_head=6 --batch_size=512
         --micro_batch_size=64" --modded=../modded-nanogpt/records/track_3_optimization/train_gpt_simple.py    # on a GPU

@@ -62,7 +62,8 @@ class Run:
             if line.startswith("resumed:step:"):
                 step, self.final, self.problem = int(re.match(r"resumed:step:(\d+)", line)[1]), {}, ""
                 points = {k: point for k, point in points.items() if k <= step}
-                changed = dict(re.findall(r"(\w+)=(.*?)(?:\.0)?(?=,\w+=|,[\w ]*data|$)", line.partition(" changed:")[2]))
+                told = line.partition(" changed:")[2]
+                changed = dict(re.findall(r"(\w+)=(.*?)(?:\.0)?(?=,\w+=|,[\w ]*data|$)", told))
                 self.settings |= changed | {"resumed": str(step)} if changed.keys() - RUN_SETTINGS else {}
             elif self.final:
                 continue  # the sample is any text

@@ -44,24 +44,21 @@ def gains(curves, power, other):
         curves.loc[[other]].droplevel("power").rename("b"), how="inner")
     return np.array(both.a.tolist()) - np.array(both.b.tolist())
 
-def spread(dataset):
-    """Standard deviation over seeds of muon's final loss."""
-    return np.std([run[-1][-1] for run in gpu_runs() if run[1:3] == [dataset, 0.0] and run[5] < 100], ddof=1)
-
-columns = RUN + ["curve"]
-gpu, cpu = (pd.DataFrame(runs, columns=columns) for runs in (gpu_runs(), cpu_runs()))
+gpu, cpu = (pd.DataFrame(runs, columns=RUN + ["curve"]) for runs in (gpu_runs(), cpu_runs()))
+of_seeds = gpu[(gpu.power == 0) & (gpu.seed < 100)]
+spread = of_seeds.curve.str[-1].groupby(of_seeds.dataset).std()
 same = gpu.merge(cpu, on=RUN, suffixes=("", "_cpu"))
 apart = np.array(same.curve.tolist())[:, -1] - np.array(same.curve_cpu.tolist())[:, -1]
 print(f"{len(same)} runs were made on both: final losses differ by {apart.mean():.4f} in the mean, "
       f"standard deviation {apart.std(ddof=1):.4f}, at most {abs(apart).max():.4f}; of runs of muon by seed, "
-      f"pysrc {spread('pysrc'):.4f}, english {spread('english'):.4f}")
+      f"pysrc {spread['pysrc']:.4f}, english {spread['english']:.4f}")
 
 runs = pd.concat([gpu, cpu]).drop_duplicates(RUN)
 figure = Figure((6, 3.2), layout="constrained")
 axes = figure.subplots()
 for (cell, dataset), group in runs.groupby(["cell", "dataset"]):
     print(f"\n## {cell}, {dataset}")
-    searched = group[group.seed > 100].assign(final=lambda g: [curve[-1] for curve in g.curve])
+    searched = group[group.seed > 100].assign(final=lambda g: g.curve.str[-1])
     finals = searched.groupby(["power", "learning_rate", "adam_lr"]).final.agg(["mean", "count"])
     for power, means in finals[finals["count"] == 3]["mean"].groupby("power"):
         best = means.droplevel("power").sort_values().head(3)
