@@ -217,13 +217,6 @@ def rotate(x_BHTK, cos, sin):
     a, b = x_BHTK.chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).type_as(x_BHTK)
 
-def attend(q, k, v):
-    """Causal attention, (B, H, T, K) each. On a CPU the fused kernel is slower in bf16."""
-    if device == "cuda":
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    future_TT = torch.full((q.size(2), q.size(2)), -math.inf, dtype=q.dtype).triu(1)
-    return torch.softmax(q @ k.mT * q.size(3) ** -0.5 + future_TT, -1) @ v
-
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
@@ -233,7 +226,8 @@ class Attention(nn.Module):
     def forward(self, x_BTD, cos, sin):
         B, T, D = x_BTD.shape
         q, k, v = self.qkv(x_BTD).view(B, T, 3, n_head, D // n_head).permute(2, 0, 3, 1, 4)  # (B, H, T, K)
-        y_BHTK = attend(rotate(q, cos, sin), rotate(k, cos, sin), v)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        y_BHTK = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.proj(y_BHTK.transpose(1, 2).reshape(B, T, D))
 
 def gelu(x):

@@ -250,13 +250,6 @@ def rotate(x_BHTK, cos, sin):
     a, b = x_BHTK.chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).type_as(x_BHTK)
 
-def attend(q, k, v):
-    """Causal attention, (B, H, T, K) each. On a CPU the fused kernel is slower in bf16."""
-    if device == "cuda":
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    future_TT = torch.full((q.size(2), q.size(2)), -math.inf, dtype=q.dtype).triu(1)
-    return torch.softmax(q @ k.mT * q.size(3) ** -0.5 + future_TT, -1) @ v
-
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
@@ -270,7 +263,8 @@ class Attention(nn.Module):
         B, T, D = x_BTD.shape
         parts = self.qkv(x_BTD).chunk(3, -1) if fused_qkv else (self.q(x_BTD), self.k(x_BTD), self.v(x_BTD))
         q, k, v = (part.view(B, T, n_head, D // n_head).transpose(1, 2) for part in parts)  # (B, H, T, K)
-        y_BHTK = attend(rotate(q, cos, sin), rotate(k, cos, sin), v)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        y_BHTK = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.proj(y_BHTK.transpose(1, 2).reshape(B, T, D))
 
 class MLP(nn.Module):

@@ -18,6 +18,6 @@ for text, part in (GPT, gpt), (LLAMA, llama):
     part[title] = part[title].replace(function("init_weights", text), "")
 different = {title for title in gpt if gpt[title] != llama[title]}
 assert different == {"Globals and presets", "Model"}, f"sections that differ: {different}"
-for name in "rotate", "attend", "Block":
+for name in "rotate", "Block":
     same = function(name, GPT).replace("LayerNorm(n_embd, bias=False)", "RMSNorm(n_embd, eps=norm_eps)")
     assert same == function(name, LLAMA), name
