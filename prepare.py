@@ -334,12 +334,12 @@ def prepare_import(args):
     files = find([args.what], (".bin",), ("train", "val"))
     for _, path, _ in files:
         magic, ids = np.fromfile(path, "<u4", 1).tolist(), np.fromfile(path, "<u2", BATCH)
-        low, high = (ids[::2] > 15).sum(), (ids[1::2] > 15).sum()  # halves of wider numbers; few of the high ones are
-        wide = magic == [20240801] or magic != [MAGIC] and 100 * high < len(ids) // 2 and low > 15
-        if wide or Path(path).with_name("meta.pkl").exists():
-            what, text = ("ids of 32 bits or 64, not 16", "TEXT") if wide else ("ids of characters", "input.txt")
-            sys.exit(f"{path} looks like {what}; tokenize the text: "
-                     f"python prepare.py text --input {Path(path).with_name(text)} --name {args.name}")
+        low, high = (ids[::2] > 15).sum(), (ids[1::2] > 15).sum()  # in wider numbers few high halves are
+        wide = magic == [20240801] or 100 * high < len(ids) // 2 and low > 15
+        text = (ids.view("u1") - 9 < 118).sum() > 1.8 * max(9, len(ids))  # bytes 9 to 126
+        looks = "ids of 32 bits or 64, not 16" if wide else "text" if text else "ids of characters"
+        if magic != [MAGIC] and (wide or text or Path(path).with_name("meta.pkl").exists()):
+            sys.exit(f"{path} looks like {looks}; run: python prepare.py text --input TEXT --name {args.name}")
     build(args, {}, files)
 
 def prepare_hub(args):
@@ -423,7 +423,7 @@ def main(argv):
         COMMANDS[args.command](args)
     except ImportError as e:
         sys.exit(f"{e}; pip install {e.name}")
-    except (OSError, KeyboardInterrupt) as e:  # a full disk, no such file, Ctrl-C
+    except (OSError, KeyboardInterrupt) as e:  # a full disk, Ctrl-C
         sys.exit(f"{type(e).__name__}: {e}; what is finished is kept, and the same command goes on")
 
 if __name__ == "__main__":

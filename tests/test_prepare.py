@@ -291,7 +291,7 @@ def test_of_others_shards_one_line_says_what_was_found_and_what_to_run(capsys):
     refused("llama3/.* ids of 32 bits.*python prepare.py text", "import", "llama3", "--name", "llama3")
     write("chars/train.bin", np.arange(65, dtype="<u2").tobytes())
     write("chars/meta.pkl", "")
-    refused("python prepare.py text --input chars/input.txt --name c", "import", "chars/train.bin", "--name", "c")
+    refused("ids of characters; .*python prepare.py text --input TEXT --name c", "import", "chars/train.bin", "--name", "c")
     prepare.main(["import", "data/llmc", "--name", "mine"])
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("data/mine has no val tokens: ") and last.endswith("--dataset=mine --val_dataset=ANOTHER")
@@ -319,7 +319,9 @@ def test_an_import_refuses_ids_of_another_width():
         labels = np.where(np.arange(4000) % 1000, ids, -100)  # where nothing is to be learnt
         for part in ids, ids % 65, sparse, ids % 50000 + 65536 * (ids % 2), labels:
             write("wide/train.bin", part.astype(width).tobytes())
-            refused("wide/train.bin .* ids of 32 bits or 64.*tokenize the text", "import", "wide", "--name=wide")
+            refused("wide/train.bin .* ids of 32 bits or 64.*prepare.py text", "import", "wide", "--name=wide")
+    write("wide/train.bin", Path(__file__).read_bytes())
+    refused("wide/train.bin looks like text; ", "import", "wide", "--name=wide")
     assert os.listdir() == ["wide"]
     for n, part in enumerate([ids, ids % 3, sparse, ids * 0, [5, 0], np.repeat([7, 0, 0, 0], 99)]):
         write(f"n{n}/train.bin", np.asarray(part, "<u2").tobytes())
@@ -371,19 +373,19 @@ def test_when_a_damaged_file_is_mended_the_same_command_goes_on(mended, monkeypa
     monkeypatch.setattr(prepare, "GROUP", 1000)
     for name, damaged, *command in [("txt", b"\xff" * 1500, "text", "--input"), ("bin", b"odd", "import")]:
         command = [*command, "in", f"--name={name}", "--val_fraction=0"]
-        write(f"in/a/train.{name}", "a" * 998)
+        write(f"in/a/train.{name}", "\1" * 998)
         write(f"in/b/train.{name}", damaged)
         refused(f"b/train.{name}: .*{'UTF-8' if name == 'txt' else ''}", *command)
         first = f"{name}_train_000001.bin"
         done = os.stat(f"data/{name}.partial/{first}").st_mtime_ns
-        write(f"in/b/train.{name}", "b" * mended)
+        write(f"in/b/train.{name}", "\2" * mended)
         prepare.main(command)
         prepare.main(command)
         assert os.stat(f"data/{name}/{first}").st_mtime_ns == done  # not made again
         found = tokens(name, "train")
-        expected = [*b"a" * 998, 256, *b"b" * mended, 256] if name == "txt" else [24929] * 499 + [25186] * (mended // 2)
+        expected = [1] * 998 + [256] + [2] * mended + [256] if name == "txt" else [257] * 499 + [514] * (mended // 2)
         assert found.tolist() == expected
-        write(f"in/a/train.{name}", "b" * 998)
+        write(f"in/a/train.{name}", "\3" * 998)
         refused("holds something else", *command)
 
 @pytest.mark.parametrize("flag", ["--workers=0", "--workers=-1", "--tokens=inf", "--tokens=nan"])
