@@ -49,7 +49,7 @@ activation_checkpointing = False  # recompute a block in its backward pass: less
 # budget
 batch_size = 16               # sequences per update, over all ranks and micro-batches
 micro_batch_size = 0          # sequences per forward pass of a rank; 0: batch_size / ranks
-max_iters = 480               # updates
+max_iters = 380               # updates
 # optimizer
 optimizer = "muon-vs"         # adamw for all, or a key of optim.VARIANTS for matrices inside blocks
 learning_rate = 0.005         # peak, for the matrices inside blocks
@@ -75,8 +75,8 @@ decay_frac = 0.6              # of max_iters
 min_lr_frac = 0.0             # of the peak, where cosine and wsd end
 # output
 log_interval = 4              # updates
-eval_interval = 120           # updates
-checkpoint_interval = 120     # updates; the last one is always saved
+eval_interval = 95            # updates
+checkpoint_interval = 95      # updates; the last one is always saved
 keep_checkpoints = 2          # newest ones; 0: all
 wandb = ""                    # project to log to; needs: pip install wandb
 # system
@@ -209,8 +209,10 @@ class Shards:
     def __init__(self, name, split):
         self.folder = Path("data", name)
         self.files = sorted(self.folder.glob(f"*_{split}*.bin"))
-        if not self.files:
-            sys.exit(f"{self.folder} has no {split} shards; how to make them: python prepare.py --help")
+        datasets = {file.name.partition(f"_{split}")[0] for file in self.files}
+        if len(datasets) != 1:
+            sys.exit(f"{self.folder} has {sorted(datasets) or 'no'} {split} shards, expected one dataset's; "
+                     "how to make them: python prepare.py --help")
         self.contents, counts = [], []  # counts: of windows
         for file in self.files:
             header = np.fromfile(file, np.int32, 256).tolist()

@@ -475,6 +475,8 @@ MISTAKES = {
     "no number": ("--gamma=nan", "at least 0"),
     "interval of 0": ("--eval_interval=0", "at least 1"),
     "dataset not prepared": ("--dataset=nope", "data/nope has no train shards"),
+    "shards of two datasets": ("--dataset=tiny", "has ['other', 'tiny'] train shards, expected one dataset's",
+                               lambda: write_shard("data/tiny/other_train_000001.bin", range(99))),
     "truncated shard": ("--dataset=tiny", "damaged or no shard of 16-bit ids; run: python prepare.py verify tiny",
                         lambda: os.truncate("data/tiny/tiny_train_000002.bin", 3023)),
     "shards for Llama 3": ("--dataset=tiny", "no shard of 16-bit ids",
