@@ -162,9 +162,9 @@ def update(weights, gradients, states, variant, lr, weight_decay, adjust_lr_fn, 
     scale = UPDATE_SCALES[adjust_lr_fn](O, O.size(-2) // split, O.size(-1), split)
     W_new = W * (1 - lr * weight_decay) - lr * scale * O  # line 14
     for i, weight in enumerate(weights):
-        weight.copy_(placed_like(W_new[i], weight))
         for name, buffers in states.items():
             buffers[i].copy_(placed_like(S_new[name][i], buffers[i]))
+        weight.copy_(placed_like(W_new[i], weight))
 
 def placed_like(value, other):
     """value, a DTensor or whole on each rank, on other's device and with the placements it has."""
@@ -184,7 +184,7 @@ def compiled_update():
 # ---- The optimizer ----
 class Muon(torch.optim.Optimizer):
     """Muon and its variants, for the matrices inside a network, (m, n) or batches (..., m, n).
-    Embeddings, output head and vectors are for torch.optim.AdamW.
+    Embeddings, output head, vectors and convolutions are for torch.optim.AdamW.
 
     lr: η. adjust_lr_fn: its factor s, as in torch.optim.Muon. weight_decay: λ, times lr alone.
     momentum, gamma, beta2, eps: β, γ, β₂ and ε of the rule that variant names. Its buffers mean
@@ -220,7 +220,7 @@ class Muon(torch.optim.Optimizer):
         ranks = dist.get_world_size(self.process_group) if dist.is_initialized() else 1
         for p in sorted(group["params"], key=lambda p: -p.numel()):
             if ranks > 1 and not isinstance(p, DTensor):
-                self.owners[p] = len(self.owners) % ranks
+                self.owners.setdefault(p, len(self.owners) % ranks)
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -235,8 +235,7 @@ class Muon(torch.optim.Optimizer):
                     layout = (p.device_mesh, p.placements) if isinstance(p, DTensor) else None
                     alike.setdefault((step, p.shape, p.dtype, p.device, layout), []).append(p)
             for (_, shape, _, device, layout), params in alike.items():
-                # Ranks that have parts take a matrix each. More at once saves calls, but the copies
-                # take memory, and on a CPU time.
+                # Ranks that have parts take a matrix each. More saves calls, but copies cost memory.
                 ranks = layout[0].size() if layout else 1
                 at_once = ranks if device.type == "cpu" else max(ranks, 2**27 // shape.numel())
                 for i in range(0, len(params), at_once):
@@ -304,13 +303,14 @@ class Muon(torch.optim.Optimizer):
         groups = []
         for own, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             kept = {name: own[name] for name in ("compile", "ns_dtype", "state_dtype")}
+            kept["variant"] = saved["variant"]  # other optimizers' have none
             groups.append(own | saved | kept)  # older files lack some options
         super().load_state_dict({"state": {}, "param_groups": groups})  # it would cast the state
         for group, saved in zip(self.param_groups, groups):
             for p, i in zip(group["params"], saved["params"]):
-                mine = self.owners.get(p, self.rank) == self.rank
-                entry = state_dict["state"].get(i, {}) if mine else {}
-                for name, value in entry.items():
+                if self.owners.get(p, self.rank) != self.rank:
+                    continue
+                for name, value in state_dict["state"].get(i, {}).items():
                     state = self._state(group, p)
                     if name == "step":
                         state[name].fill_(torch.as_tensor(value).max())  # older files: (1, 1)

@@ -35,8 +35,8 @@ SOURCES = {
 MAGIC, HEADER, SHARD_TOKENS = 20240520, 1024, 100_000_000  # HEADER in bytes
 TEXT, RECORDS = (".txt", ".md", ".py"), (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".parquet")
 BLOCK, BATCH, GROUP = 1 << 16, 1 << 20, 64 << 20  # read of a text at a time; for a thread; files that are one input
-# what a file is for, by the words of its name and its folders'; the first entry that fits counts
-WORDS = {"test": "test tests testset dev devset eval evalset evaluation held heldout holdout",
+# what a file is for, by words of its name and its folders'; the first that fits counts
+WORDS = {"test": "test tests testing testset dev devset eval evalset evaluation held hold heldout holdout",
          "val": "val valset valid validation", "train": "train training"}
 
 @contextlib.contextmanager
@@ -137,12 +137,12 @@ def records(f, name, address, field):
 
 def batches(group, field, validates, number):
     """Yield lists of (text, split, starts, ends), of about BATCH characters, of [(name, address, all val?, *tail)].
-    validates(number of a document, name of its file or beginning of its text); number: of the first document."""
+    validates(number of a document, name of its file or its text); number: of the first document."""
     batch, size = [], 0
     for name, address, val, *tail in group:
         with in_one_line(address, "when it is whole, the same command goes on"):
             for text, starts, ends, is_tail in documents(name, address, field, *tail):
-                to_val = val or is_tail or validates(number, name if name.lower().endswith(TEXT) else text[:1000])
+                to_val = val or is_tail or validates(number, name if name.lower().endswith(TEXT) else text)
                 batch.append((text, "val" if to_val else "train", starts, ends))
                 size += len(text)
                 number += ends
@@ -205,7 +205,7 @@ def write_shard(path, split, parts, vocab, eot):
 
 def read_manifest(folder):
     if not (folder / "manifest.json").exists():
-        sys.exit(f"{folder} does not exist or was not made by prepare.py: no manifest.json; shards of others: "
+        sys.exit(f"{folder} was not made by prepare.py: no manifest.json; shards of others: "
                  f"python prepare.py import {folder} --name ANOTHER")
     return json.loads((folder / "manifest.json").read_text())
 
@@ -259,7 +259,7 @@ def build(args, source, files, validates=None, count="train", listing=None):
         os.replace(folder / "manifest.tmp", folder / "manifest.json")
 
     if args.tokenizer_file:
-        shutil.copy(args.tokenizer_file, folder / "tokenizer.model")  # for show and the tools
+        shutil.copy(args.tokenizer_file, folder / "tokenizer.model")  # for the tools
     for path in {*folder.glob(f"{args.name}_*.bin")} - {folder / shard["file"] for shard in state["shards"]}:
         path.unlink()  # of a group that failed and is another
     folder.rename(final)
@@ -274,7 +274,7 @@ def build(args, source, files, validates=None, count="train", listing=None):
 
 # ---- Commands --------------------------------------------------------------------------------------------------------
 def below(top, leave=()):
-    """[(name, path)] of the files at or below `top`, each folder once, whatever links lead there, without `leave`."""
+    """[(name, path)] of the files at or below `top`, each folder once, without `leave`."""
     base = top if top.is_dir() else top.parent
     found, seen, paths = [], set(base.resolve().parents), [top]
     for path in paths:  # which grows
@@ -292,14 +292,14 @@ def find(tops, endings, splits):
         if not top.exists():
             sys.exit(f"{top} does not exist; give a file or folder")
         for name, path in below(top):
-            around = Path(os.path.relpath(path)).parts[-name.count("/") - 2:]  # from `top`'s last folder on
-            words = {*re.findall(r"[^\W\d_]+", " ".join(around).lower())}
+            near = lambda path: "/".join(Path(os.path.relpath(path)).parts[-name.count("/") - 2:])
+            around, real = near(path), os.path.realpath(path)  # from `top`'s last folder on
+            words = {*re.findall(r"[^\W\d_]+", f"{around} {near(real)}".lower())}
             split = next((split for split in WORDS if words & {*WORDS[split].split()}), None)
-            fits = split in splits and name.lower().endswith(endings) and "/." not in f"/{name}"
-            if not fits:
+            if split not in splits or not name.lower().endswith(endings) or "/." in f"/{name}":
                 left_out.append(path)
-            elif split == "val" or os.path.realpath(path) not in files:
-                files[os.path.realpath(path)] = (name, path, split == "val")
+            elif split == "val" or real not in files:
+                files[real] = (around, path, split == "val")
     if left_out:
         print(f"left out: {len(left_out)} files, hidden, test, of other kinds or splits; first {left_out[0]}")
     if not any(map(os.path.getsize, files)):
@@ -406,18 +406,18 @@ def main(argv):
     add("--workers", type=amount, default=os.cpu_count(), help="threads (one a core)")
     sys.stdout.reconfigure(errors="replace")  # for terminals without all letters
     args = parser.parse_args(argv)
-    needed = {"text": ("input", "name"), "import": ("what", "name"), "verify": ("what",), "show": ("what",)}
-    if missing := [name for name in needed.get(args.command, ()) if not getattr(args, name)]:
-        parser.error(f"{args.command} needs {' and '.join(missing)}; see --help")
+    takes = {"text": ["input", "name"], "import": ["what", "name"], "verify": ["what"], "show": ["what"]}
+    given = [name for name in ("what", "input", "name") if getattr(args, name)]
+    if given != takes.get(args.command, given and ["name"]):
+        parser.error(f"{args.command} takes {' and '.join(takes.get(args.command, ['name']))}; see --help")
     args.name = args.name or args.command
     if not re.fullmatch(r"(?!.*(_train|_val|\.partial$))\w[\w.-]*", args.name):
         sys.exit(f"--name {args.name}: give letters, digits, _ . -, without _train or _val, no .partial")
     own = "bytes" if args.command in ("pysrc", "text") else SOURCES.get(args.command, {}).get("tokenizer", "gpt2")
-    args.tokenizer = args.tokenizer or own
+    args.tokenizer = args.tokenizer or ("llama2" if args.tokenizer_file else own)
     try:
         if args.tokenizer == "llama2" and not args.tokenizer_file:
             import huggingface_hub as hub
-            hub.logging.set_verbosity_error()  # what fails is told once
             with in_one_line("Llama 2's tokenizer", "set --tokenizer_file to the path of its tokenizer.model"):
                 args.tokenizer_file = hub.hf_hub_download("hf-internal-testing/llama-tokenizer", "tokenizer.model")
         COMMANDS[args.command](args)

@@ -2,11 +2,7 @@
 Tests of optim.py on a CPU: the update rules against a float64 reference and the paper's identities, Newton-Schulz's
 precision, one rank against several, state dicts, and compilation.
 """
-import copy
-import itertools
-import math
-import pickle
-import time
+import copy, itertools, math, pickle, time
 from pathlib import Path
 
 import numpy as np
@@ -313,6 +309,8 @@ def test_states_of_older_files_and_other_models():
     for other in (8, 16), (3, 16, 8):
         with pytest.raises(RuntimeError):
             Muon(parameters(other, (3, 8, 16))).load_state_dict(opt.state_dict())
+    with pytest.raises(KeyError, match="variant"):
+        opt.load_state_dict(torch.optim.AdamW(params).state_dict())
 
 def trained():
     params = parameters((16, 8), (8, 16))
@@ -438,6 +436,7 @@ def ranks_worker(rank, world, folder):
             torch.save((half, saved), f"{folder}/{variant}-4.pt")
         dist.barrier()
         params, opt = build(variant, torch.load(f"{folder}/{variant}-4.pt", weights_only=True))
+        opt.add_param_group(dict(params=[opt.param_groups[0]["params"].pop()]))  # it keeps its state
         runs_like(alone, params, opt, start=15)
         params[0].grad = None if rank else params[0].grad  # a gradient that a rank lacks hangs nobody
         left = opt.param_groups[0]["params"].pop()  # what is in no group stays as it is

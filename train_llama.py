@@ -195,7 +195,7 @@ def configure(argv):
     if batch_size % (micro_batch_size * world):
         parser.error(f"--batch_size={batch_size}: no multiple of {world} x {micro_batch_size=}")
     default = f"{Path(__file__).stem}-{preset}-{optimizer}-seed{seed}"
-    run_name = run_name or run_of(resume) or default
+    run_name = os.path.normpath(run_name or run_of(resume) or default)
 
 # ---- Data loader -------------------------------------------------------------------------------------------
 @functools.lru_cache(2)  # a batch may span two epochs
@@ -500,6 +500,15 @@ def find_checkpoint():
                  "share them; another start is --resume=PATH, or another --run_name")
     return path
 
+def changes(saved, facts):
+    """What of these facts a checkpoint has otherwise, but for what says how this start begins."""
+    start = {name: globals()[name] for name in ("resume", "run_name", "init_from", "eval_only")}
+    old = saved["globals"] | start
+    changed = ["code"] if saved["code"] != SOURCES else []
+    changed += [f"{name}={value}" for name, value in settings().items() if old.get(name) != value]
+    changed += [name for name in ("data", "val_data") if saved[name] != facts[name]]
+    return ",".join(changed) or "nothing"
+
 def load_checkpoint(path, model, optimizers=()):
     """Loads weights and, by the parameters' names, the state of optimizers. Returns the rest."""
     own = model.state_dict()
@@ -673,30 +682,30 @@ def main(argv):
 
     model = build_model(shards.vocab)
     optimizers = [] if eval_only else build_optimizers(model)
-    start = dict(facts, step=0, train_time=0.0)
+    start = saved = dict(facts, step=0, train_time=0.0)
     if path or init_from:
         saved = load_checkpoint(path or init_from, model, optimizers if path else [])
         if saved["vocab"] != shards.vocab:
             sys.exit(f"{path or init_from} is of a tokenizer of {saved['vocab']} ids, not {shards.vocab}")
-        start |= saved if path else {}
+        start = start | saved if path else start
+    changed = changes(saved, facts)
     if eval_only:
         val_loss, val_acc = evaluate(model, val_shards)
         if rank == 0:
-            print(f"val_loss:{val_loss:.5f} val_acc:{val_acc:.4f}")
+            print(f"val_loss:{val_loss:.5f} val_acc:{val_acc:.4f} changed:{changed}")
         return
 
     log = lambda *_: None
     if rank == 0:
+        if resume and not path and restarts == "0" and log_file.exists():  # of a start that saved nothing
+            log_file.rename(log_file.with_suffix(".abandoned"))
         log = open_log(log_file, model)
         for other in newest_first():
             if int(other.stem[5:]) > start["step"] or run_of(path) != run_name:  # goes back, or begins anew
                 other.rename(other.with_suffix(".abandoned"))
-    if resume:
-        old = start["globals"] | {"resume": resume, "run_name": run_name}
-        changed = ["code"] if start["code"] != SOURCES else []
-        changed += [f"{name}={value}" for name, value in settings().items() if old.get(name) != value]
-        changed += [name for name in ("data", "val_data") if start[name] != facts[name]]
-        log(f"resumed:step:{start['step']} world_size:{world} changed:{','.join(changed) or 'nothing'}")
+    if resume or init_from:
+        begun = "began" if init_from and not path else "resumed"
+        log(f"{begun}:step:{start['step']} world_size:{world} changed:{changed}")
     train(model, optimizers, shards, val_shards, facts, start["step"], start["train_time"], log)
     if world > 1 and device == "cuda":
         dist.destroy_process_group()  # gloo's ends with the process; destroying it may hang

@@ -118,10 +118,10 @@ def test_the_default_is_the_standard_library(capsys):
 
 @pytest.mark.parametrize("workers, block, batch", [(1, 1 << 16, 1 << 20), (3, 31, 99)])
 def test_every_kind_of_file_gives_its_documents_in_order(workers, block, batch, monkeypatch):
-    """The first record validates, and what has a hash below --val_fraction: of its file's name or its own beginning."""
+    """The first record validates, and what has a hash below --val_fraction: of its file's name or its own."""
     monkeypatch.setattr(prepare, "BLOCK", block)
     monkeypatch.setattr(prepare, "BATCH", batch)
-    rows, a = [sentences(30, seed) for seed in range(5)], "\r\n".join(sentences(9, 9))
+    rows, a = [[1000 * "=" + row for row in sentences(30, seed)] for seed in range(5)], "\r\n".join(sentences(9, 9))
     write("in/a.txt", a)
     write("in/b.parquet", parquet([*rows[0], None, ""]))
     write("in/c.jsonl", jsonl(rows[1]) + b'\n  \n{"text": null}\n{"text": "half \\ud800, \\ud83d\\ude42"}')
@@ -134,8 +134,8 @@ def test_every_kind_of_file_gives_its_documents_in_order(workers, block, batch, 
     prepare.main([*COMMAND, "--val_fraction=0.2", f"--workers={workers}"])
     records = [*rows[0], "", "", *rows[1], "", "half \ufffd, 🙂", *rows[2], *rows[3], *rows[4]]
     expected = {"train": [], "val": []}
-    for key, document in [("a.txt", a), *zip(records, records), ("g/empty.md", ""), ("g/h.py", "h = 1")]:
-        share = int(hashlib.blake2b(key[:1000].encode(), digest_size=8).hexdigest(), 16) / 2**64
+    for key, document in [("in/a.txt", a), *zip(records, records), ("in/g/empty.md", ""), ("in/g/h.py", "h = 1")]:
+        share = int(hashlib.blake2b(key.encode(), digest_size=8).hexdigest(), 16) / 2**64
         expected["val" if share < 0.2 or document == rows[0][0] else "train"].append(document)
     assert {split: texts("mine", split) for split in expected} == expected
 
@@ -245,6 +245,7 @@ def test_a_dataset_is_one_folder_in_data_of_one_source():
     # the train scripts would take my_val_train_000001.bin for both
     for name in "../x", "a/b", "..", ".x", "a.partial", "my_val":
         refused("--name", *COMMAND[:-1], name)
+    refused("not Llama 2's tokenizer", *COMMAND, "--tokenizer_file=in/a.txt")
     refused("nowhere does not exist", "text", "--input", "in", "nowhere", "--name", "mine")
     assert os.listdir() == ["in"]
     prepare.main(COMMAND)
@@ -332,11 +333,14 @@ def test_what_is_held_out_is_not_trained_on(capsys):
     """By whole words of its name or its folders': contest is not left out, nor is latest."""
     for n, name in enumerate([
             "val", "b/Validation/0", "train/valid", "contest_train", "latest/train", "train/interval",
-            "test", "a/my-test_01", "test/0", "train/Test/0", "train.dev", "tests/train", "held-out", "train/holdout"]):
+            "test", "a/my-test_01", "test/0", "train/Test/0", "train.dev", "tests/train", "held-out", "train/holdout",
+            "testing/0", "hold-out"]):
         write(f"ids/{name}.bin", np.array([n], "<u2").tobytes())
         write(f"in/{name}.txt", str(n))
     write("ids/part0.bin", np.array([99], "<u2").tobytes())
-    for left_out, argv in (9, ["import", "ids", "--name=ids"]), (8, COMMAND):
+    for link, target in ("in/a0", "test"), ("in/a1", "b/Validation"):  # read first, and once
+        os.symlink(target, link)
+    for left_out, argv in (11, ["import", "ids", "--name=ids"]), (10, COMMAND):
         prepare.main(argv)
         assert f"left out: {left_out} " in capsys.readouterr().out.splitlines()[0]
     for split, numbers in ("val", [0, 1, 2]), ("train", [3, 4, 5]):
@@ -388,11 +392,14 @@ def test_when_a_damaged_file_is_mended_the_same_command_goes_on(mended, monkeypa
         write(f"in/a/train.{name}", "\3" * 998)
         refused("holds something else", *command)
 
-@pytest.mark.parametrize("flag", ["--workers=0", "--workers=-1", "--tokens=inf", "--tokens=nan"])
-def test_a_number_is_a_number(flag, capsys):
+@pytest.mark.parametrize("told, words", [
+    *((word.split("=")[0], word) for word in ("--workers=0", "--workers=-1", "--tokens=inf", "--tokens=nan")),
+    ("pysrc takes name;", "--input in --name=a"), ("c4 takes name;", "c4 in"), ("verify takes what;", "verify"),
+    *(("text takes input and name;", f"text {words}") for words in ("--input in", "in --input in --name=a"))])
+def test_a_number_is_a_number_and_nothing_is_ignored(told, words, capsys):
     with pytest.raises(SystemExit, match="2"):
-        prepare.main([flag])
-    assert flag.split("=")[0] in capsys.readouterr().err.splitlines()[-1]
+        prepare.main(words.split())
+    assert told in capsys.readouterr().err.splitlines()[-1]
 
 class Hub(http.server.BaseHTTPRequestHandler):
     """What huggingface_hub asks of a Hub, for the files in hub/REPO, at the pinned revisions only."""

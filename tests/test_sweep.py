@@ -14,9 +14,9 @@ if flags["optimizer"] == "broken":
 path, line = f"logs/{flags['run_name']}.txt", "=" * 100 + "\\n"
 if not os.path.exists(path):
     head = "".join(f"--{name}={x}\\n".replace(",", ", ") for name, x in flags.items())  # as Python prints tuples
-    open(path, "w").write(line.join(["source\\n", "final quoted\\n", head, ""]))
+    open(path, "w").write(line.join([open(__file__).read(), "final quoted\\n", head, ""]))
 with open(path, "a", buffering=1) as log:
-    for step in range(open(path).read().count("step:"), 3):
+    for step in range(open(path).read().count("\\nstep:"), 3):
         log.write(f"step:{step}/3\\n")
         time.sleep(float(flags.get("delay", 0)))
     log.write("final val_loss:1.0\\n")
@@ -55,11 +55,13 @@ def test_finished_runs_are_skipped_and_cut_ones_resumed(folder):
     assert end(start(*flags, "--repeat=2"))[1] == 0 and "--rep" not in open("logs/fake-muon-seed1-repeat2.txt").read()
     error, status = end(start("--n_layer=3", *flags[1:]))  # not to be taken for these runs
     assert status == 1 and "--n_layer=2, not 3" in error and error.count("\n") == 1
+    (folder.parent / "train_fake.py").write_text(FAKE + "\n")
+    assert "fake-muon-seed1.txt is of another train_fake.py\n" in end(start(*flags))[0]
 
 def test_a_failed_run_is_named_and_the_rest_goes_on(folder):
     error, status = end(start("--optimizer=broken,muon", "--seed=1"))
     assert status == 1 and "failed: fake-broken-seed1: no such optimizer" in error
-    assert "final val" in (folder / "fake-muon-seed1.txt").read_text()
+    assert "\nfinal val" in (folder / "fake-muon-seed1.txt").read_text()
 
 def test_a_signal_lets_the_runs_save_and_the_same_command_goes_on(folder):
     flags = ["--optimizer=muon", "--seed=1..3", "--delay=0.3"]
@@ -69,5 +71,5 @@ def test_a_signal_lets_the_runs_save_and_the_same_command_goes_on(folder):
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
     assert end(process)[1] == 1
-    assert not logs[2].exists() and not any("final val" in path.read_text() for path in logs[:2])
-    assert end(start(*flags))[1] == 0 and all("final val" in path.read_text() for path in logs)
+    assert not logs[2].exists() and not any("\nfinal val" in path.read_text() for path in logs[:2])
+    assert end(start(*flags))[1] == 0 and all("\nfinal val" in path.read_text() for path in logs)

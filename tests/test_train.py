@@ -322,6 +322,13 @@ def test_newest_is_the_highest_step_and_a_run_may_go_back(monkeypatch):
     train("run", checkpoint_interval=2, max_iters=2)  # begins anew
     assert t.find_checkpoint().name == "step_00000002.pt"
 
+def test_a_log_without_a_checkpoint_is_put_aside_and_a_name_has_one_spelling():
+    train("run", max_iters=0)
+    train("run", resume="auto", learning_rate=0.02, max_iters=4)
+    assert "\n--learning_rate=0.02\n" in Path("logs/run.txt").read_text() and Path("logs/run.abandoned").exists()
+    with pytest.raises(SystemExit, match="logs/run.txt exists"):
+        train("./run/")
+
 def mlp_first(module):
     class Block(module.Block):
         def __init__(self):
@@ -345,13 +352,15 @@ def test_weights_alone_and_evaluation_alone(capsys):
     loss = figures("run", "val_loss")[8]
     train("tuned", init_from="checkpoints/run/step_00000008.pt", max_iters=2)
     assert figures("tuned", "val_loss")[0] == loss and figures("tuned", "lr")[1] == pytest.approx(0.005)
+    assert log_lines("tuned")[0] == "began:step:0 world_size:1 changed:max_iters=2"
     both = dict(init_from="checkpoints/run/step_00000008.pt", resume="auto")  # as torchrun starts it again
     train("restarted", **both, max_iters=4)
     train("restarted", **both)
     assert figures("restarted", "val_loss")[0] == loss and checkpoint("restarted")["step"] == 8
     capsys.readouterr()
     train("run", resume="auto", eval_only=True, optimizer="muon")  # whatever trained it
-    assert capsys.readouterr().out.startswith(f"val_loss:{loss:.5f} val_acc:")
+    told = capsys.readouterr().out
+    assert told.startswith(f"val_loss:{loss:.5f} val_acc:") and told.endswith(" changed:optimizer=muon\n")
 
 def other_starts(module):
     evaluate, Model = module.evaluate, module.Model

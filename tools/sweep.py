@@ -36,11 +36,12 @@ def grid(script: Path, axes: dict[str, list[str]]) -> dict[str, dict[str, str]]:
         runs[re.sub(r"[^\w.+-]", "_", "-".join([script.stem.removeprefix("train_"), *parts]))] = settings
     return runs
 
-def finished(log: Path, settings: dict[str, str]) -> bool:
+def finished(log: Path, settings: dict[str, str], script: Path) -> bool:
     """Has the log a final line? Ends the program if it is of other settings."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-    parts = re.split(r"^={100}\n", text, maxsplit=3, flags=re.M)
-    head, body = parts[2:] if len(parts) == 4 else ("", "")  # the first two are sources
+    code, _, head, body = [*re.split(r"^={100}\n", text, maxsplit=3, flags=re.M), "", "", ""][:4]
+    if code not in ("", script.read_text(encoding="utf-8")):
+        print(f"{log} is of another {script}", file=sys.stderr)
     for name, value in settings.items():
         found = re.search(rf"^--{name}=(.*)$", head, re.M)
         if found and plain(found[1]) != plain(value):
@@ -72,7 +73,7 @@ def main(argv: list[str]) -> None:
         parser.error(f"found {args.script} --jobs={args.jobs}, expected a train script and at least 1 job")
     runs = grid(args.script, parse(words, parser.error))
     Path("logs").mkdir(exist_ok=True)
-    todo = [name for name, settings in runs.items() if not finished(Path(f"logs/{name}.txt"), settings)]
+    todo = [name for name, settings in runs.items() if not finished(Path(f"logs/{name}.txt"), settings, args.script)]
 
     signals, running, failed = [], {}, []  # running: job -> name, process
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -88,7 +89,7 @@ def main(argv: list[str]) -> None:
         for job, (name, process) in [item for item in running.items() if item[1][1].poll() is not None]:
             del running[job]
             out = Path(f"logs/{name}.out")
-            if finished(Path(f"logs/{name}.txt"), runs[name]):
+            if finished(Path(f"logs/{name}.txt"), runs[name], args.script):
                 out.unlink()
                 print(f"finished: {name}; waiting: {len(todo)}", flush=True)
             elif not signals:
