@@ -235,7 +235,8 @@ class Muon(torch.optim.Optimizer):
                     layout = (p.device_mesh, p.placements) if isinstance(p, DTensor) else None
                     alike.setdefault((step, p.shape, p.dtype, p.device, layout), []).append(p)
             for (_, shape, _, device, layout), params in alike.items():
-                # Ranks that have parts take a matrix each. More saves calls, but copies cost memory.
+                # Ranks that have parts take a matrix each. More at once saves calls, but the copies
+                # take memory, and on a CPU time.
                 ranks = layout[0].size() if layout else 1
                 at_once = ranks if device.type == "cpu" else max(ranks, 2**27 // shape.numel())
                 for i in range(0, len(params), at_once):

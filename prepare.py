@@ -259,7 +259,7 @@ def build(args, source, files, validates=None, count="train", listing=None):
         os.replace(folder / "manifest.tmp", folder / "manifest.json")
 
     if args.tokenizer_file:
-        shutil.copy(args.tokenizer_file, folder / "tokenizer.model")  # for the tools
+        shutil.copy(args.tokenizer_file, folder / "tokenizer.model")  # for show, the tools
     for path in {*folder.glob(f"{args.name}_*.bin")} - {folder / shard["file"] for shard in state["shards"]}:
         path.unlink()  # of a group that failed and is another
     folder.rename(final)

@@ -502,10 +502,10 @@ def find_checkpoint():
 
 def changes(saved, facts):
     """What of these facts a checkpoint has otherwise, but for what says how this start begins."""
-    start = {name: globals()[name] for name in ("resume", "run_name", "init_from", "eval_only")}
-    old = saved["globals"] | start
+    begins = "resume", "run_name", "init_from", "eval_only"
     changed = ["code"] if saved["code"] != SOURCES else []
-    changed += [f"{name}={value}" for name, value in settings().items() if old.get(name) != value]
+    changed += [f"{name}={value}" for name, value in settings().items()
+                if name not in begins and saved["globals"].get(name) != value]
     changed += [name for name in ("data", "val_data") if saved[name] != facts[name]]
     return ",".join(changed) or "nothing"
 

@@ -118,7 +118,7 @@ def test_the_default_is_the_standard_library(capsys):
 
 @pytest.mark.parametrize("workers, block, batch", [(1, 1 << 16, 1 << 20), (3, 31, 99)])
 def test_every_kind_of_file_gives_its_documents_in_order(workers, block, batch, monkeypatch):
-    """The first record validates, and what has a hash below --val_fraction: of its file's name or its own."""
+    """The first record validates, and what has a hash below --val_fraction: of its file's name or its own text."""
     monkeypatch.setattr(prepare, "BLOCK", block)
     monkeypatch.setattr(prepare, "BATCH", batch)
     rows, a = [[1000 * "=" + row for row in sentences(30, seed)] for seed in range(5)], "\r\n".join(sentences(9, 9))
