@@ -14,20 +14,20 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 # ---- Newton-Schulz ----
-JORDAN = (3.4445, -4.7750, 2.0315)  # steep at 0, for which singular values end only near 1
+JORDAN = (3.4445, -4.7750, 2.0315)  # steep at 0; its price: singular values end only near 1
 
 @torch.no_grad()
 def newton_schulz(G, steps=5, eps=1e-7, dtype=None, coefficients=JORDAN, split=1):
     """Approximates the polar factor UVᵀ of G = USVᵀ, (..., m, n); a DTensor is (k, ..., m, n).
 
-    dtype: of products and result; None for fast_dtype. coefficients: (a, b, c), or one such triple
-    a step, the last for all further ones. split: rows are cut into so many matrices."""
+    dtype: of products and result; None for fast_dtype. coefficients: (a, b, c), or a triple for
+    each step, the last one repeated. split: rows are cut into so many matrices."""
     G = upcast(G)
     X = (G / (norm(G, split) + eps)).to(dtype or fast_dtype(G.device.type))
     if not isinstance(X, DTensor):
         return iterate(X, steps, coefficients, split)
 
-    # Products need whole matrices: in place of parts of all k, each rank takes some of them whole.
+    # Products need whole matrices: ranks with parts of all k trade them for a few whole ones.
     places = [Shard(0)] * X.device_mesh.ndim if in_parts(X) else X.placements
     O = iterate(X.redistribute(placements=places).to_local(), steps, coefficients, split)
     O = DTensor.from_local(O, X.device_mesh, places, shape=X.shape, stride=X.stride())
@@ -59,7 +59,7 @@ def norm(X, split):
 
 def in_parts(X):
     """Whether ranks have parts of a matrix (m, n) of the DTensor X."""
-    return any(place.is_shard() and place.dim >= X.ndim - 2 for place in X.placements)
+    return any(getattr(place, "dim", -1) >= X.ndim - 2 for place in X.placements)
 
 def upcast(t):
     """t in the precision that rules compute in: fp32, or fp64 for fp64."""
@@ -76,7 +76,7 @@ def fast_dtype(device):
 
 # ---- The variants ----
 # rule(G, S, ns, options it uses) -> (O, new state). G, O and the buffers of the state S are
-# (..., m, n); ns is Newton-Schulz. A new option is an argument of Muon.
+# (..., m, n); ns is Newton-Schulz. A new option is an argument of Muon; numbers come as tensors.
 
 def momentum_sum(G, S, beta, nesterov):
     """M̃ and the new state. Muon's momentum is a sum, that of Algorithm 1 an average."""
@@ -167,7 +167,7 @@ def update(weights, gradients, states, variant, lr, weight_decay, adjust_lr_fn, 
         weight.copy_(placed_like(W_new[i], weight))
 
 def placed_like(value, other):
-    """value, a DTensor or whole on each rank, on other's device and with the placements it has."""
+    """value, a DTensor or whole on each rank, moved to other's device and placements."""
     value = value.to(other.device)
     if not isinstance(other, DTensor):
         return value
@@ -187,8 +187,8 @@ class Muon(torch.optim.Optimizer):
     Embeddings, output head, vectors and convolutions are for torch.optim.AdamW.
 
     lr: η. adjust_lr_fn: its factor s, as in torch.optim.Muon. weight_decay: λ, times lr alone.
-    momentum, gamma, beta2, eps: β, γ, β₂ and ε of the rule that variant names. Its buffers mean
-    something else to another rule: clear the state when variant changes.
+    momentum, gamma, beta2, eps: β, γ, β₂ and ε of the rule that variant names. Clear the state
+    when variant changes: rules differ in what they keep under one name.
     split: rows are cut into so many equal matrices: 3 for fused queries, keys and values.
     state_dtype: None for fp32, or fp64 for fp64; in bf16 averages with β above 0.996 stall.
     compile: False does without a compiler, as DTensors and batches on a CPU always do.
@@ -196,7 +196,7 @@ class Muon(torch.optim.Optimizer):
     The ranks of process_group, None for all, must have the same gradients. Each keeps the state of
     its share of the matrices, updates and broadcasts them: all end with the same bits. Of 12 like
     matrices on 8 ranks, ranks 0 to 3 own two each, the others one; a step takes the time of two.
-    DTensors, and their state, stay as placed; they move in ns_dtype, for Newton-Schulz alone."""
+    DTensors and their state stay as placed; matrices move for Newton-Schulz alone, in ns_dtype."""
 
     def __init__(self, params, lr=1e-3, variant="muon-vs", momentum=0.95, weight_decay=0.1,
                  gamma=10.0, power=1.0, beta2=0.95, eps=1e-8, nesterov=True, ns_steps=5,
@@ -205,9 +205,12 @@ class Muon(torch.optim.Optimizer):
         defaults = dict(locals())
         del defaults["self"], defaults["params"], defaults["process_group"], defaults["__class__"]
         self.process_group = process_group
-        self.rank = dist.get_rank(process_group) if dist.is_initialized() else 0
         self.owners = {}  # parameter -> rank that updates it; no DTensors: each rank has a part
         super().__init__(params, defaults)  # last, as it calls add_param_group
+
+    @property
+    def rank(self):
+        return dist.get_rank(self.process_group) if dist.is_initialized() else 0
 
     def add_param_group(self, param_group):
         super().add_param_group(param_group)
@@ -235,14 +238,14 @@ class Muon(torch.optim.Optimizer):
                     layout = (p.device_mesh, p.placements) if isinstance(p, DTensor) else None
                     alike.setdefault((step, p.shape, p.dtype, p.device, layout), []).append(p)
             for (_, shape, _, device, layout), params in alike.items():
-                # Ranks that have parts take a matrix each. More at once saves calls, but the copies
-                # take memory, and on a CPU time.
+                # One matrix for each rank that has parts. More at once are fewer calls, but the
+                # stacked copies cost memory, and on a CPU time.
                 ranks = layout[0].size() if layout else 1
                 at_once = ranks if device.type == "cpu" else max(ranks, 2**27 // shape.numel())
                 for i in range(0, len(params), at_once):
                     self._update(group, params[i:i + at_once])
         for p in [p for group in self.param_groups for p in group["params"] if p in self.owners]:
-            dense = p.contiguous()  # p itself, or a copy if its memory has gaps
+            dense = p.contiguous()  # p itself, or a copy if it is not contiguous
             dist.broadcast(dense, group_src=self.owners[p], group=self.process_group)
             p.copy_(dense)
         return loss
@@ -304,7 +307,7 @@ class Muon(torch.optim.Optimizer):
         groups = []
         for own, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             kept = {name: own[name] for name in ("compile", "ns_dtype", "state_dtype")}
-            kept["variant"] = saved["variant"]  # other optimizers' have none
+            kept["variant"] = saved["variant"]  # KeyError: of another optimizer
             groups.append(own | saved | kept)  # older files lack some options
         super().load_state_dict({"state": {}, "param_groups": groups})  # it would cast the state
         for group, saved in zip(self.param_groups, groups):
@@ -323,9 +326,8 @@ class Muon(torch.optim.Optimizer):
                     else:
                         raise RuntimeError(f"{name} of parameter {i} has another shape")
 
-    def __getstate__(self):  # torch's copies and pickles have its own three attributes alone
-        ours = dict(process_group=self.process_group, rank=self.rank, owners=self.owners)
-        return super().__getstate__() | ours
+    def __getstate__(self):  # torch's keeps only its own three attributes
+        return super().__getstate__() | dict(process_group=self.process_group, owners=self.owners)
 
 def whole_on_cpu(value):
     value = value.full_tensor() if isinstance(value, DTensor) else value

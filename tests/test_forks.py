@@ -43,13 +43,13 @@ FORKS = {  # file, what is there, what comes instead (... between places); the r
         self.down = nn.Linear(4 * n_embd, n_embd, bias=False)
 
     def forward(self, x_BTD):
-        return self.down(gelu(self.up(x_BTD)))
+        return self.down(F.gelu(self.up(x_BTD), approximate="tanh"))
 """, """
         self.up = nn.Parameter(0.02 * torch.randn(2, 2 * n_embd, n_embd))
         self.down = nn.Parameter(0.02 * torch.randn(2, n_embd, 2 * n_embd))
 
     def forward(self, x_BTD):
-        h_EBTF = gelu(torch.einsum("btd,efd->ebtf", x_BTD, self.up))
+        h_EBTF = F.gelu(torch.einsum("btd,efd->ebtf", x_BTD, self.up))
         return torch.einsum("ebtf,edf->btd", h_EBTF, self.down)
 """, dict(fsdp=True)),
     "ns_steps by schedule": ("train_gpt.py", """

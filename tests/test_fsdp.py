@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common import on_ranks, train, write_tiny
@@ -49,6 +50,7 @@ def layouts(world):
         yield "copies of rows", grid, [Replicate(), Shard(0)]  # hybrid FSDP
         yield "rows and columns", grid, [Shard(0), Shard(1)]  # FSDP, and tensor parallel across columns
         yield "rows of rows", grid, [Shard(0), Shard(0)]  # FSDP, and tensor parallel across rows
+        yield "rows in turns", grid, [_StridedShard(0, split_factor=2), Replicate()]
 
 def sharded_is_whole(rank, world, folder):
     """fp32 sums in another order, of norms alone; with bf16 Newton-Schulz a few of its roundings, of the way."""
