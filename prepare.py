@@ -36,14 +36,14 @@ MAGIC, HEADER, SHARD_TOKENS = 20240520, 1024, 100_000_000  # HEADER in bytes
 TEXT, RECORDS = (".txt", ".md", ".py"), (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".parquet")
 BLOCK, BATCH, GROUP = 1 << 16, 1 << 20, 64 << 20  # read of a text at a time; for a thread; files that are one input
 # what a file is for, by words of its name and its folders'; the first that fits counts
-WORDS = {"test": "test tests testing testset dev devset eval evalset evaluation held hold heldout holdout",
-         "val": "val valset valid validation", "train": "train training"}
+WORDS = {"test": "test(s|ing|set|data)?|dev(set|test)?|eval(set|data|uation)?|(hold|held)(out)?",
+         "val": "val(set|data|id|idation)?", "train": "train(ing)?"}
 
 @contextlib.contextmanager
 def in_one_line(what, mend):
     try:
         yield
-    except Exception as e:  # there is no common one
+    except Exception as e:
         mend = "save it as UTF-8, and the same command goes on" if isinstance(e, UnicodeDecodeError) else mend
         sys.exit(f"{what}: {type(e).__name__}: {' '.join(str(e).split())[:300]}; {mend}")
 
@@ -65,7 +65,7 @@ def load_tokenizer(name, file=None):
         with in_one_line("GPT-2's vocabulary", "set TIKTOKEN_CACHE_DIR to where it is cached, or --tokenizer bytes"):
             gpt2 = tiktoken.get_encoding("gpt2")
         def encode(text, starts):
-            try:  # encode_ordinary's ids, without its list and without the GIL
+            try:  # encode_ordinary's ids, without its list or the GIL
                 return gpt2.encode_to_numpy(text, disallowed_special=())
             except ValueError:  # a run of a million spaces is too deep for its regex; encode_ordinary panics
                 cut = CUT.search(text, len(text) // 2)
@@ -191,7 +191,7 @@ def read_ids(address, val, vocab):
 # ---- Writing ---------------------------------------------------------------------------------------------------------
 def share(key):
     """A number in [0, 1) that depends on this text alone: a document validates wherever it is."""
-    return int.from_bytes(hashlib.blake2b(os.fsencode(key), digest_size=8).digest(), "big") / 2**64
+    return int.from_bytes(hashlib.blake2b(key.encode(errors="replace"), digest_size=8).digest(), "big") / 2**64
 
 def write_shard(path, split, parts, vocab, eot):
     """Write the arrays `parts` as one shard. Returns its entry in the manifest."""
@@ -238,7 +238,7 @@ def build(args, source, files, validates=None, count="train", listing=None):
         if tokens[count] >= limit:
             break
         growing, shards = {}, [*state["shards"]]  # a shard ends with its group
-        def close(split):  # training shards count from 1, as those of others do
+        def close(split):  # training shards count from 1, as others' do
             number = sum(shard["split"] == split for shard in shards) + (split == "train")
             path = folder / f"{args.name}_{split}_{number:06d}.bin"
             shards.append(write_shard(path, split, growing.pop(split), vocab, eot))
@@ -277,7 +277,7 @@ def below(top, leave=()):
     """[(name, path)] of the files at or below `top`, each folder once, without `leave`."""
     base = top if top.is_dir() else top.parent
     found, seen, paths = [], set(base.resolve().parents), [top]
-    for path in paths:  # which grows
+    for path in paths:  # it grows
         if not path.is_dir():
             found.append((path.relative_to(base).as_posix(), str(path)))
         elif path.name not in leave and path.resolve() not in seen:
@@ -287,24 +287,24 @@ def below(top, leave=()):
 
 def find(tops, endings, splits):
     """[(name, path, does it validate?)] of the files at or below these paths; a line counts what is left out."""
-    files, left_out = {}, []  # files: what links name twice is one, and validates if one of its names says so
+    found, files, left_out = {}, [], []
     for top in map(Path, tops):
         if not top.exists():
             sys.exit(f"{top} does not exist; give a file or folder")
         for name, path in below(top):
             near = lambda path: "/".join(Path(os.path.relpath(path)).parts[-name.count("/") - 2:])
             around, real = near(path), os.path.realpath(path)  # from `top`'s last folder on
-            words = {*re.findall(r"[^\W\d_]+", f"{around} {near(real)}".lower())}
-            split = next((split for split in WORDS if words & {*WORDS[split].split()}), None)
-            if split not in splits or not name.lower().endswith(endings) or "/." in f"/{name}":
-                left_out.append(path)
-            elif split == "val" or real not in files:
-                files[real] = (around, path, split == "val")
+            fits = name.lower().endswith(endings) and "/." not in f"/{name}"
+            words = found.setdefault((real, fits), (around, path, []))[2]  # of all links to a file
+            words += re.findall(r"[^\W\d_]+", f"{around} {near(real)}".lower())
+    for (_, fits), (around, path, words) in found.items():
+        split = next((split for split in WORDS if any(re.fullmatch(WORDS[split], word) for word in words)), None)
+        (files if fits and split in splits else left_out).append((around, path, split == "val"))
     if left_out:
-        print(f"left out: {len(left_out)} files, hidden, test, of other kinds or splits; first {left_out[0]}")
-    if not any(map(os.path.getsize, files)):
+        print(f"left out: {len(left_out)} files, hidden, test, of other kinds or splits; first {left_out[0][1]}")
+    if not any(os.path.getsize(path) for _, path, _ in files):
         sys.exit(f"{' '.join(tops)}: expected text (import: ids, named train or val) in files {' '.join(endings)}")
-    return [*files.values()]
+    return sorted(files, key=lambda file: not file[2])  # val first: --tokens cannot cut it
 
 def prepare_pysrc(args):
     """Every .py of the running Python's library that is UTF-8, outside site-packages."""
@@ -320,7 +320,7 @@ def prepare_text(args):
     files = find(args.input, TEXT + RECORDS, ("train", "val", None))
     fraction = 0 if any(val for *_, val in files) else args.val_fraction  # a given split is not drawn
 
-    # of many documents at least one validates: the first record, else the text of lowest hash; of few the end of each
+    # at least one of many validates, the first record or else the text of lowest hash; of few the end of each
     tables = [file for file in files if not file[0].lower().endswith(TEXT)]
     always = files.index(tables[0]) if tables else min(range(len(files)), key=lambda i: share(files[i][0]))
     rows = itertools.chain.from_iterable(batches(tables, args.field, lambda *_: False, 0))
@@ -336,7 +336,7 @@ def prepare_import(args):
         magic, ids = np.fromfile(path, "<u4", 1).tolist(), np.fromfile(path, "<u2", BATCH)
         low, high = (ids[::2] > 15).sum(), (ids[1::2] > 15).sum()  # in wider numbers few high halves are
         wide = magic == [20240801] or 100 * high < len(ids) // 2 and low > 15
-        text = (ids.view("u1") - 9 < 118).sum() > 1.8 * max(9, len(ids))  # bytes 9 to 126
+        text = ((ids > 0x8ff) & (ids & 0x8080 == 0)).sum() > 0.6 * max(9, len(ids))  # ASCII in pairs
         looks = "ids of 32 bits or 64, not 16" if wide else "text" if text else "ids of characters"
         if magic != [MAGIC] and (wide or text or Path(path).with_name("meta.pkl").exists()):
             sys.exit(f"{path} looks like {looks}; run: python prepare.py text --input TEXT --name {args.name}")
@@ -386,7 +386,7 @@ COMMANDS = {"pysrc": prepare_pysrc, "text": prepare_text, "import": prepare_impo
             **dict.fromkeys(SOURCES, prepare_hub)}
 
 def amount(text):
-    number = float(text.rstrip("kMBT")) * {"k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:], 1)
+    number = float(text[:-1] + text[-1:].strip("kMBT")) * 1000 ** ("kMBT".find(text[-1:]) + 1)
     if not 1 <= number < math.inf:
         raise ValueError
     return round(number)
@@ -397,14 +397,14 @@ def main(argv):
     add("command", nargs="?", default="pysrc", choices=COMMANDS)
     add("what", nargs="?", help="import: a .bin or a folder of them; verify, show: a dataset")
     add("--input", nargs="+", metavar="PATH", help="text: files, folders")
-    add("--val_fraction", type=float, default=0.02, help="text: share of the documents that validates (0.02)")
+    add("--val_fraction", type=float, default=0.02, help="text: share of documents that validates (0.02)")
     add("--field", metavar="NAME", default="text", help="where the text of .jsonl and .parquet is (text)")
     add("--name", help="of the dataset to make; text and import need it")
     add("--tokenizer", choices=TOKENIZERS, help="default: a corpus' own, gpt2 for import, else bytes")
-    add("--tokenizer_file", metavar="PATH", help="llama2's tokenizer.model (else it comes from the Hub)")
+    add("--tokenizer_file", metavar="PATH", help="llama2's tokenizer.model (else the Hub's)")
     add("--tokens", type=amount, help="stop behind 10B, 500M")
     add("--workers", type=amount, default=os.cpu_count(), help="threads (one a core)")
-    sys.stdout.reconfigure(errors="replace")  # for terminals without all letters
+    sys.stdout.reconfigure(errors="replace")  # for poor terminals
     args = parser.parse_args(argv)
     takes = {"text": ["input", "name"], "import": ["what", "name"], "verify": ["what"], "show": ["what"]}
     given = [name for name in ("what", "input", "name") if getattr(args, name)]
@@ -424,7 +424,7 @@ def main(argv):
     except ImportError as e:
         sys.exit(f"{e}; pip install {e.name}")
     except (OSError, KeyboardInterrupt) as e:  # a full disk, Ctrl-C
-        sys.exit(f"{type(e).__name__}: {e}; what is finished is kept, and the same command goes on")
+        sys.exit(f"{type(e).__name__}: {e}; what is finished is kept")
 
 if __name__ == "__main__":
     main(sys.argv[1:])

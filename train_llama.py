@@ -187,8 +187,10 @@ def configure(argv):
         least = 1 if name in AT_LEAST_1 else 0
         if type(value) in (int, float) and not least <= value < math.inf:
             parser.error(f"argument --{name}: found {value}, expected a number of at least {least}")
-        if value not in CHOICES.get(name, [value]):  # as an edit may leave it
+        if name in CHOICES and value not in CHOICES[name]:  # as an edit may leave it
             parser.error(f"argument --{name}: found {value}, expected one of {CHOICES[name]}")
+    if rank >= world:
+        parser.error(f"found RANK={rank} of WORLD_SIZE={world}; torchrun sets both")
     if n_embd % (2 * n_head):
         parser.error(f"argument --n_embd: found {n_embd}, expected a multiple of 2 x n_head = {2 * n_head}")
     micro_batch_size = micro_batch_size or max(1, batch_size // world)
@@ -471,15 +473,6 @@ def read_checkpoint(path):
         raise ValueError("a part is damaged")
     return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
-def newest_whole():
-    """The newest checkpoint of this run that is not damaged, or None."""
-    for path in newest_first():
-        try:
-            read_checkpoint(path)
-            return path
-        except Exception:  # a damaged file may raise nearly any
-            print(f"passing over {path}, which is damaged", file=sys.stderr)
-
 def from_rank_0(value):
     box = [value]
     if world > 1:
@@ -487,18 +480,30 @@ def from_rank_0(value):
     return box[0]
 
 def find_checkpoint():
-    """The path to go on from, or "". Rank 0 chooses for all. After a restart by torchrun it is this run's
-    newest even if --resume names another, with which the run began."""
-    path = "" if resume == "auto" else resume
-    if rank == 0 and resume and (resume == "auto" or restarts != "0"):
-        path = newest_whole() or path
-    path = from_rank_0(path)
-    if path and not Path(path).exists():
-        sys.exit(f"found no checkpoint {path} on rank {rank}; nodes of a run must share its folder")
-    if resume == "auto" and not path and newest_first():
+    """The path to go on from, or "". Rank 0 chooses for all: this run's newest that is not damaged, with
+    --resume=auto or after a restart by torchrun; else the one that --resume names."""
+    own = newest_first() if resume == "auto" or (resume and restarts != "0") else []
+    chosen = "" if resume == "auto" else resume
+    for path in own if rank == 0 else []:
+        try:
+            read_checkpoint(path)
+            chosen = path
+            break
+        except Exception:  # a damaged file may raise nearly any
+            print(f"passing over {path}, which is damaged", file=sys.stderr)
+    chosen = from_rank_0(chosen)
+    if own and not chosen:
         sys.exit(f"rank 0 found no checkpoint that is whole, rank {rank} sees some; nodes of a run must "
                  "share them; another start is --resume=PATH, or another --run_name")
-    return path
+    if chosen and not Path(chosen).exists():
+        sys.exit(f"found no checkpoint {chosen} on rank {rank}; nodes of a run must share its folder")
+    return chosen
+
+def put_aside(path):
+    aside = path.with_suffix(".abandoned")
+    while aside.exists():
+        aside = aside.with_name(aside.name + "~")
+    path.rename(aside)
 
 def changes(saved, facts):
     """What of these facts a checkpoint has otherwise, but for what says how this start begins."""
@@ -579,9 +584,9 @@ def open_log(path, model):
     path.parent.mkdir(parents=True, exist_ok=True)
     file = open(path, "a" if resume else "x", encoding="utf-8", buffering=1)  # line by line
     if file.tell() == 0:
-        facts = dict(torch=torch.__version__, hardware=hardware(), world_size=world, started=time.ctime(),
-                     parameters=sum(p.numel() for p in model.parameters()))
-        head = [f"{name}: {value}\n" for name, value in facts.items()]
+        environment = dict(torch=torch.__version__, hardware=hardware(), world_size=world,
+                           started=time.ctime(), parameters=sum(p.numel() for p in model.parameters()))
+        head = [f"{name}: {value}\n" for name, value in environment.items()]
         head += [f"--{name}={value}\n" for name, value in settings().items()]
         file.write(("=" * 100 + "\n").join([*SOURCES, "".join(head), ""]))
 
@@ -589,7 +594,8 @@ def open_log(path, model):
         figures = {name: x for name, x in figures.items() if x is not None}
         for name, x in figures.items():
             line += f" {name}:" + FORMATS.get(name, "{:.5f}").format(x)
-        if not path.exists() or path.stat().st_size != file.tell():
+        same = path.exists() and os.path.samefile(path, file.fileno())
+        if not same or path.stat().st_size != file.tell():
             sys.exit(f"{path} was changed or removed, as by another start of its name; this run ends")
         print(line, file=file)
         with contextlib.suppress(OSError):  # of a terminal that is gone
@@ -647,7 +653,8 @@ def train(model, optimizers, shards, val_shards, facts, step, train_time, log):
             return log("stopped; the same command with --resume=auto goes on")
 
         pauses = [(step // n + 1) * n for n in (log_interval, eval_interval, checkpoint_interval)]
-        next_pause = step + 1 if step == first_step else min(max_iters, *pauses)
+        timed = step > first_step
+        next_pause = min(max_iters, *pauses) if timed else step + 1
         begin, clock = step, time.perf_counter()
         while step < next_pause:
             loss, norm = update(step, parallel, optimizers, shards)
@@ -656,7 +663,7 @@ def train(model, optimizers, shards, val_shards, facts, step, train_time, log):
         seconds = time.perf_counter() - clock
         recent = dict(train_loss=float(over_ranks(loss) / world), grad_norm=float(norm),
                       lr=optimizers[0].param_groups[0]["lr"])  # of the matrices
-        if begin > first_step:
+        if timed:
             train_time += seconds
             tokens_per_s = (first_sequence(step) - first_sequence(begin)) * block_size / seconds
             recent |= dict(tokens_per_s=tokens_per_s, mfu=mfu(model, tokens_per_s),
@@ -668,7 +675,8 @@ def main(argv):
     if shards.vocab != val_shards.vocab:
         sys.exit(f"found {shards.vocab} ids to train on, {val_shards.vocab} to validate; use one tokenizer")
     log_file = Path("logs", f"{run_name}.txt")
-    goes_on = resume == "auto" or run_of(resume) == run_name or (resume and restarts != "0")
+    began_so = log_file.exists() and f"\n--resume={resume}\n" in log_file.read_text(encoding="utf-8")
+    goes_on = resume == "auto" or run_of(resume) == run_name or (resume and restarts != "0" and began_so)
     if log_file.exists() and not (goes_on or eval_only):
         sys.exit(f"{log_file} exists; give another --run_name, or, if it has ended and saved, --resume=auto")
     init_ranks()
@@ -682,12 +690,12 @@ def main(argv):
 
     model = build_model(shards.vocab)
     optimizers = [] if eval_only else build_optimizers(model)
-    start = saved = dict(facts, step=0, train_time=0.0)
+    saved = facts
     if path or init_from:
         saved = load_checkpoint(path or init_from, model, optimizers if path else [])
         if saved["vocab"] != shards.vocab:
             sys.exit(f"{path or init_from} is of a tokenizer of {saved['vocab']} ids, not {shards.vocab}")
-        start = start | saved if path else start
+    step, train_time = (saved["step"], saved["train_time"]) if path else (0, 0.0)
     changed = changes(saved, facts)
     if eval_only:
         val_loss, val_acc = evaluate(model, val_shards)
@@ -698,15 +706,15 @@ def main(argv):
     log = lambda *_: None
     if rank == 0:
         if resume and not path and restarts == "0" and log_file.exists():  # of a start that saved nothing
-            log_file.rename(log_file.with_suffix(".abandoned"))
+            put_aside(log_file)
         log = open_log(log_file, model)
         for other in newest_first():
-            if int(other.stem[5:]) > start["step"] or run_of(path) != run_name:  # goes back, or begins anew
-                other.rename(other.with_suffix(".abandoned"))
+            if int(other.stem[5:]) > step or run_of(path) != run_name:  # goes back, or begins anew
+                put_aside(other)
     if resume or init_from:
         begun = "began" if init_from and not path else "resumed"
-        log(f"{begun}:step:{start['step']} world_size:{world} changed:{changed}")
-    train(model, optimizers, shards, val_shards, facts, start["step"], start["train_time"], log)
+        log(f"{begun}:step:{step} world_size:{world} changed:{changed}")
+    train(model, optimizers, shards, val_shards, facts, step, train_time, log)
     if world > 1 and device == "cuda":
         dist.destroy_process_group()  # gloo's ends with the process; destroying it may hang
 

@@ -321,8 +321,9 @@ def test_an_import_refuses_ids_of_another_width():
         for part in ids, ids % 65, sparse, ids % 50000 + 65536 * (ids % 2), labels:
             write("wide/train.bin", part.astype(width).tobytes())
             refused("wide/train.bin .* ids of 32 bits or 64.*prepare.py text", "import", "wide", "--name=wide")
-    write("wide/train.bin", Path(__file__).read_bytes())
-    refused("wide/train.bin looks like text; ", "import", "wide", "--name=wide")
+    for part in Path(__file__).read_bytes(), (ids % 65).astype("u1").tobytes():
+        write("wide/train.bin", part)
+        refused("wide/train.bin looks like text; ", "import", "wide", "--name=wide")
     assert os.listdir() == ["wide"]
     for n, part in enumerate([ids, ids % 3, sparse, ids * 0, [5, 0], np.repeat([7, 0, 0, 0], 99)]):
         write(f"n{n}/train.bin", np.asarray(part, "<u2").tobytes())
@@ -334,13 +335,14 @@ def test_what_is_held_out_is_not_trained_on(capsys):
     for n, name in enumerate([
             "val", "b/Validation/0", "train/valid", "contest_train", "latest/train", "train/interval",
             "test", "a/my-test_01", "test/0", "train/Test/0", "train.dev", "tests/train", "held-out", "train/holdout",
-            "testing/0", "hold-out"]):
+            "testing/0", "hold-out", "testdata/0", "devtest", "all/0"]):
         write(f"ids/{name}.bin", np.array([n], "<u2").tobytes())
         write(f"in/{name}.txt", str(n))
+    os.remove("ids/all/0.bin")
     write("ids/part0.bin", np.array([99], "<u2").tobytes())
-    for link, target in ("in/a0", "test"), ("in/a1", "b/Validation"):  # read first, and once
+    for link, target in ("in/a0", "test"), ("in/a1", "b/Validation"), ("in/tests/0.txt", "../all/0.txt"):
         os.symlink(target, link)
-    for left_out, argv in (11, ["import", "ids", "--name=ids"]), (10, COMMAND):
+    for left_out, argv in (13, ["import", "ids", "--name=ids"]), (13, COMMAND):
         prepare.main(argv)
         assert f"left out: {left_out} " in capsys.readouterr().out.splitlines()[0]
     for split, numbers in ("val", [0, 1, 2]), ("train", [3, 4, 5]):
@@ -348,6 +350,18 @@ def test_what_is_held_out_is_not_trained_on(capsys):
     for path in "in/test", "in/test.txt", "in/test/0.txt":
         refused("expected text", "text", "--name=no", "--input", path)
     refused("named train or val", "import", "ids/test/", "--name=no")
+
+def test_what_is_named_val_comes_before_tokens_are_counted(monkeypatch):
+    monkeypatch.setattr(prepare, "GROUP", 1)
+    for name in "a_val.txt", "b.txt", "c_val.txt":
+        write(f"in/{name}", name)
+    prepare.main([*COMMAND, "--tokens=1"])
+    assert (texts("mine", "val"), texts("mine", "train")) == (["a_val.txt", "c_val.txt"], ["b.txt"])
+
+def test_the_split_does_not_depend_on_the_locale():
+    command = [sys.executable, "-c", r"import prepare; print(prepare.share('caf\xe9'))"]
+    env = os.environ | dict(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0", PYTHONPATH=str(ROOT))
+    assert float(subprocess.check_output(command, env=env)) == prepare.share("caf\xe9")
 
 def test_capitals_and_links_are_read_and_hidden_files_counted(capsys):
     write("in/A.TXT", b"\xef\xbb\xbfmarked")
@@ -393,7 +407,7 @@ def test_when_a_damaged_file_is_mended_the_same_command_goes_on(mended, monkeypa
         refused("holds something else", *command)
 
 @pytest.mark.parametrize("told, words", [
-    *((word.split("=")[0], word) for word in ("--workers=0", "--workers=-1", "--tokens=inf", "--tokens=nan")),
+    *((word.split("=")[0], word) for word in ("--workers=0", "--workers=-1", "--tokens=inf", "--tokens=nan", "--tokens=10MB")),
     ("pysrc takes name;", "--input in --name=a"), ("c4 takes name;", "c4 in"), ("verify takes what;", "verify"),
     *(("text takes input and name;", f"text {words}") for words in ("--input in", "in --input in --name=a"))])
 def test_a_number_is_a_number_and_nothing_is_ignored(told, words, capsys):

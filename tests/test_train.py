@@ -285,7 +285,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_a_changed_global_told(ca
         train("run", resume="auto")
     assert log_lines("run") == before
 
-def test_a_start_meets_other_code_another_vocabulary_and_a_checkpoint_that_is_not_its_own():
+def test_a_start_meets_other_code_another_vocabulary_and_a_checkpoint_that_is_not_its_own(monkeypatch):
     train("run", max_iters=4)
     train("run", resume="auto", meddle=lambda module: module.SOURCES.append("edited"))
     assert any(line.startswith("resumed:step:4 world_size:1 changed:code,max_iters=8") for line in log_lines("run"))
@@ -294,6 +294,10 @@ def test_a_start_meets_other_code_another_vocabulary_and_a_checkpoint_that_is_no
     assert sorted(path.name[-11:] for path in Path("checkpoints/new").iterdir())[:2] == ["00000012.pt", "4.abandoned"]
     for split in "train", "val":
         write_shard(f"data/other/other_{split}_000001.bin", range(200), vocab=300)  # padded to 320, as 257 is
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    train("new", resume="checkpoints/run/step_00000008.pt", max_iters=12)  # what this command began goes on
+    with pytest.raises(SystemExit, match="logs/run.txt exists"):
+        train("run", resume="checkpoints/new/step_00000012.pt")
     with pytest.raises(SystemExit, match="is of a tokenizer of 257 ids, not 300"):
         train("other", dataset="other", init_from="checkpoints/run/step_00000008.pt")
 
@@ -325,7 +329,11 @@ def test_newest_is_the_highest_step_and_a_run_may_go_back(monkeypatch):
 def test_a_log_without_a_checkpoint_is_put_aside_and_a_name_has_one_spelling():
     train("run", max_iters=0)
     train("run", resume="auto", learning_rate=0.02, max_iters=4)
-    assert "\n--learning_rate=0.02\n" in Path("logs/run.txt").read_text() and Path("logs/run.abandoned").exists()
+    first, later = Path("logs/run.abandoned").read_bytes(), Path("logs/run.txt").read_bytes()
+    assert b"\n--learning_rate=0.02\n" in later and b"\n--learning_rate=0.01\n" in first
+    shutil.rmtree("checkpoints/run")
+    train("run", resume="auto", max_iters=0)
+    assert Path("logs/run.abandoned").read_bytes() == first and Path("logs/run.abandoned~").read_bytes() == later
     with pytest.raises(SystemExit, match="logs/run.txt exists"):
         train("./run/")
 
@@ -426,13 +434,21 @@ def test_of_two_that_resume_one_run_at_once_the_later_goes_on():
     assert begun == ["step:5/8", "resumed:step:4", "step:4/6", "step:5/6", "step:6/6", "final"]
     assert sorted(os.listdir("checkpoints/run")) == ["step_00000004.pt", "step_00000006.pt"]
 
-def test_a_run_whose_log_is_gone_ends():
-    """Since another start may take its name."""
-    def remove(module):
-        module.set_schedules = lambda step, _: step == 5 and os.unlink("logs/run.txt")
+def another(log):
+    """One as long as its own, as a start of its name writes that keeps step with it."""
+    if not os.path.exists("own"):
+        os.link(log, "own")
+    shutil.copy("own", "other")
+    os.replace("other", log)
+
+@pytest.mark.parametrize("meddles", [os.unlink, another])
+def test_a_run_whose_log_is_gone_ends(meddles):
+    """Since another start may take its name, or has."""
+    def meddle(module):
+        module.set_schedules = lambda step, _: step >= 5 and meddles("logs/run.txt")
     with pytest.raises(SystemExit, match="logs/run.txt was changed"):
-        train("run", meddle=remove)
-    assert os.listdir("logs") == []
+        train("run", meddle=meddle)
+    assert os.listdir("checkpoints/run") == ["step_00000004.pt"]
 
 def test_a_checkpoint_of_elsewhere_goes_on_under_a_name_of_its_own():
     for path, expected in (("checkpoints/a/b/step_00000004.pt", "a/b"), ("old/checkpoints/run/step_00000004.pt", "new"),
@@ -466,12 +482,14 @@ def test_ranks_that_see_other_checkpoints_end(alone, told):
         on_ranks(2, name="run", resume="auto", meddle=functools.partial(on_a_node_of_its_own, alone))
     assert Path("exit-1").read_text().startswith(told + "nodes of a run must share ")
 
-def test_ranks_that_srun_starts_take_a_gpu_each(monkeypatch):
+def test_ranks_that_srun_starts_take_a_gpu_each(monkeypatch, capsys):
     """It sets no LOCAL_RANK; with --gpus-per-task=1 a rank sees one GPU alone."""
     monkeypatch.setenv("RANK", "5")
     for gpus, expected in (4, 1), (1, 0), (0, 0):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
         assert fresh().local_rank == expected
+    pytest.raises(SystemExit, fresh().configure, [])
+    assert "found RANK=5 of WORLD_SIZE=1; " in capsys.readouterr().err
 
 # ---- From a shell ----------------------------------------------------------------------------------------------------
 
