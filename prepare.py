@@ -36,8 +36,8 @@ MAGIC, HEADER, SHARD_TOKENS = 20240520, 1024, 100_000_000  # HEADER in bytes
 TEXT, RECORDS = (".txt", ".md", ".py"), (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".parquet")
 BLOCK, BATCH, GROUP = 1 << 16, 1 << 20, 64 << 20  # read of a text at a time; for a thread; files that are one input
 # what a file is for, by words of its name and its folders'; the first that fits counts
-WORDS = {"test": "test(s|ing|set|data)?|dev(set|test)?|eval(set|data|uation)?|(hold|held)(out)?",
-         "val": "val(set|data|id|idation)?", "train": "train(ing)?"}
+WORDS = {"test": "(test|dev|eval)(s|ing|set|data|test|uation)?|h[eo]ld(out)?",
+         "val": "val(set|data|id|idation)?", "train": "train(ing|set|data)?"}
 
 @contextlib.contextmanager
 def in_one_line(what, mend):
@@ -191,7 +191,7 @@ def read_ids(address, val, vocab):
 # ---- Writing ---------------------------------------------------------------------------------------------------------
 def share(key):
     """A number in [0, 1) that depends on this text alone: a document validates wherever it is."""
-    return int.from_bytes(hashlib.blake2b(key.encode(errors="replace"), digest_size=8).digest(), "big") / 2**64
+    return int.from_bytes(hashlib.blake2b(key.encode(errors="surrogateescape"), digest_size=8).digest(), "big") / 2**64
 
 def write_shard(path, split, parts, vocab, eot):
     """Write the arrays `parts` as one shard. Returns its entry in the manifest."""
@@ -287,7 +287,7 @@ def below(top, leave=()):
 
 def find(tops, endings, splits):
     """[(name, path, does it validate?)] of the files at or below these paths; a line counts what is left out."""
-    found, files, left_out = {}, [], []
+    found, words, files, left_out = {}, {}, [], []
     for top in map(Path, tops):
         if not top.exists():
             sys.exit(f"{top} does not exist; give a file or folder")
@@ -295,10 +295,10 @@ def find(tops, endings, splits):
             near = lambda path: "/".join(Path(os.path.relpath(path)).parts[-name.count("/") - 2:])
             around, real = near(path), os.path.realpath(path)  # from `top`'s last folder on
             fits = name.lower().endswith(endings) and "/." not in f"/{name}"
-            words = found.setdefault((real, fits), (around, path, []))[2]  # of all links to a file
-            words += re.findall(r"[^\W\d_]+", f"{around} {near(real)}".lower())
-    for (_, fits), (around, path, words) in found.items():
-        split = next((split for split in WORDS if any(re.fullmatch(WORDS[split], word) for word in words)), None)
+            found.setdefault((real, fits), (around, path))
+            words[real] = words.get(real, "") + re.sub(r"[\W\d_]+", " ", f"/{around}/{near(real)}/".lower())  # of links
+    for (real, fits), (around, path) in found.items():
+        split = next((split for split in WORDS if re.search(f" ({WORDS[split]}) ", words[real])), None)
         (files if fits and split in splits else left_out).append((around, path, split == "val"))
     if left_out:
         print(f"left out: {len(left_out)} files, hidden, test, of other kinds or splits; first {left_out[0][1]}")
@@ -386,7 +386,7 @@ COMMANDS = {"pysrc": prepare_pysrc, "text": prepare_text, "import": prepare_impo
             **dict.fromkeys(SOURCES, prepare_hub)}
 
 def amount(text):
-    number = float(text[:-1] + text[-1:].strip("kMBT")) * 1000 ** ("kMBT".find(text[-1:]) + 1)
+    number = float(re.sub("[kMBT]$", "", text)) * 1000 ** ("kMBT".find(text[-1:]) + 1)
     if not 1 <= number < math.inf:
         raise ValueError
     return round(number)

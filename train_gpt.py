@@ -432,6 +432,11 @@ def read_checkpoint(path):
         raise ValueError("a part is damaged")
     return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
+def is_whole(path):
+    with contextlib.suppress(Exception):  # a damaged file may raise nearly any
+        return bool(read_checkpoint(path))
+    print(f"passing over {path}, which is damaged", file=sys.stderr)
+
 def from_rank_0(value):
     box = [value]
     if world > 1:
@@ -443,14 +448,7 @@ def find_checkpoint():
     --resume=auto or after a restart by torchrun; else the one that --resume names."""
     own = newest_first() if resume == "auto" or (resume and restarts != "0") else []
     chosen = "" if resume == "auto" else resume
-    for path in own if rank == 0 else []:
-        try:
-            read_checkpoint(path)
-            chosen = path
-            break
-        except Exception:  # a damaged file may raise nearly any
-            print(f"passing over {path}, which is damaged", file=sys.stderr)
-    chosen = from_rank_0(chosen)
+    chosen = from_rank_0(next(filter(is_whole, own), chosen) if rank == 0 else "")
     if own and not chosen:
         sys.exit(f"rank 0 found no checkpoint that is whole, rank {rank} sees some; nodes of a run must "
                  "share them; another start is --resume=PATH, or another --run_name")
@@ -461,7 +459,7 @@ def find_checkpoint():
 def put_aside(path):
     aside = path.with_suffix(".abandoned")
     while aside.exists():
-        aside = aside.with_name(aside.name + "~")
+        aside = Path(f"{aside}~")
     path.rename(aside)
 
 def changes(saved, facts):
@@ -634,8 +632,9 @@ def main(argv):
     if shards.vocab != val_shards.vocab:
         sys.exit(f"found {shards.vocab} ids to train on, {val_shards.vocab} to validate; use one tokenizer")
     log_file = Path("logs", f"{run_name}.txt")
-    began_so = log_file.exists() and f"\n--resume={resume}\n" in log_file.read_text(encoding="utf-8")
-    goes_on = resume == "auto" or run_of(resume) == run_name or (resume and restarts != "0" and began_so)
+    goes_on = resume == "auto" or run_of(resume) == run_name
+    if resume and restarts != "0" and log_file.exists():  # torchrun has started again what began this log
+        goes_on = goes_on or f"\n--resume={resume}\n".encode() in log_file.read_bytes()
     if log_file.exists() and not (goes_on or eval_only):
         sys.exit(f"{log_file} exists; give another --run_name, or, if it has ended and saved, --resume=auto")
     init_ranks()

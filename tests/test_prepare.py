@@ -335,14 +335,14 @@ def test_what_is_held_out_is_not_trained_on(capsys):
     for n, name in enumerate([
             "val", "b/Validation/0", "train/valid", "contest_train", "latest/train", "train/interval",
             "test", "a/my-test_01", "test/0", "train/Test/0", "train.dev", "tests/train", "held-out", "train/holdout",
-            "testing/0", "hold-out", "testdata/0", "devtest", "all/0"]):
+            "testing/0", "hold-out", "testdata/0", "devtest", "evaluation", "all/0"]):
         write(f"ids/{name}.bin", np.array([n], "<u2").tobytes())
         write(f"in/{name}.txt", str(n))
     os.remove("ids/all/0.bin")
     write("ids/part0.bin", np.array([99], "<u2").tobytes())
     for link, target in ("in/a0", "test"), ("in/a1", "b/Validation"), ("in/tests/0.txt", "../all/0.txt"):
         os.symlink(target, link)
-    for left_out, argv in (13, ["import", "ids", "--name=ids"]), (13, COMMAND):
+    for left_out, argv in (14, ["import", "ids", "--name=ids"]), (14, COMMAND):
         prepare.main(argv)
         assert f"left out: {left_out} " in capsys.readouterr().out.splitlines()[0]
     for split, numbers in ("val", [0, 1, 2]), ("train", [3, 4, 5]):
@@ -359,9 +359,11 @@ def test_what_is_named_val_comes_before_tokens_are_counted(monkeypatch):
     assert (texts("mine", "val"), texts("mine", "train")) == (["a_val.txt", "c_val.txt"], ["b.txt"])
 
 def test_the_split_does_not_depend_on_the_locale():
-    command = [sys.executable, "-c", r"import prepare; print(prepare.share('caf\xe9'))"]
+    """Neither of texts nor of files by their names."""
+    text = "prepare.share('caf\\xe9'), prepare.share(os.fsdecode(b'caf\\xc3\\xa9'))"
+    command = [sys.executable, "-c", f"import os, prepare; print(({text}))"]
     env = os.environ | dict(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0", PYTHONPATH=str(ROOT))
-    assert float(subprocess.check_output(command, env=env)) == prepare.share("caf\xe9")
+    assert eval(subprocess.check_output(command, env=env)) == (prepare.share("caf\xe9"),) * 2
 
 def test_capitals_and_links_are_read_and_hidden_files_counted(capsys):
     write("in/A.TXT", b"\xef\xbb\xbfmarked")

@@ -296,6 +296,7 @@ def test_a_start_meets_other_code_another_vocabulary_and_a_checkpoint_that_is_no
         write_shard(f"data/other/other_{split}_000001.bin", range(200), vocab=300)  # padded to 320, as 257 is
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     train("new", resume="checkpoints/run/step_00000008.pt", max_iters=12)  # what this command began goes on
+    assert log_lines("new")[-3].startswith("resumed:step:12")
     with pytest.raises(SystemExit, match="logs/run.txt exists"):
         train("run", resume="checkpoints/new/step_00000012.pt")
     with pytest.raises(SystemExit, match="is of a tokenizer of 257 ids, not 300"):
@@ -488,8 +489,9 @@ def test_ranks_that_srun_starts_take_a_gpu_each(monkeypatch, capsys):
     for gpus, expected in (4, 1), (1, 0), (0, 0):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
         assert fresh().local_rank == expected
+    monkeypatch.setenv("RANK", "1")
     pytest.raises(SystemExit, fresh().configure, [])
-    assert "found RANK=5 of WORLD_SIZE=1; " in capsys.readouterr().err
+    assert "found RANK=1 of WORLD_SIZE=1; " in capsys.readouterr().err
 
 # ---- From a shell ----------------------------------------------------------------------------------------------------
 

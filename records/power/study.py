@@ -82,7 +82,7 @@ LARGE, LONG, SHORT = CELLS
 
 def the_line(pool: ThreadPoolExecutor) -> dict:
     """Part 3. In each cell, first what matters most, on both corpora: powers 0 and 0.5, tuned, seeds 1 to 8. Then power
-    1, tuned; 0.25 and 0.75 at the rates of either neighbour; seeds 1 to 8 of power 1 and the best one between. Returns
+    1, tuned, and its seeds; 0.25 and 0.75 at the rates of either neighbour; the seeds of the best one between. Returns
     the rates of each power, and the best one between 0 and 1, by cell and corpus."""
     found = {}
     for flags, starts in CELLS.items():
@@ -93,13 +93,14 @@ def the_line(pool: ThreadPoolExecutor) -> dict:
             seeds(pool, cell, tuned_rates[dataset], 8)
         for dataset, cell in cells.items():
             rates = tuned_rates[dataset] | all_tuned(pool, cell, {1: starts[1]})
+            seeds(pool, cell, {1: rates[1]}, 8)
             between = [(power, rates[near]) for power, nears in ((0.25, (0, 0.5)), (0.75, (0.5, 1))) for near in nears]
             losses = list(pool.map(lambda point: run(cell, *point, 101), between))
             for (power, at), _ in sorted(zip(between, losses), key=lambda item: -item[1]):
                 rates[power] = at
             best = min(set(rates) - {0, 1}, key=lambda power: run(cell, power, rates[power], 101))
             print(f"{cell}: best rates {rates}, best power {best}", flush=True)
-            seeds(pool, cell, {power: rates[power] for power in (0, best, 1)}, 8)
+            seeds(pool, cell, {best: rates[best]}, 8)
             found[flags, dataset] = rates, best
     return found
 
