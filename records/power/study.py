@@ -92,8 +92,10 @@ def the_line(pool: ThreadPoolExecutor) -> dict:
             tuned_rates[dataset] = all_tuned(pool, cell, {power: starts[power] for power in (0, 0.5)})
             seeds(pool, cell, tuned_rates[dataset], 8)
         for dataset, cell in cells.items():
-            rates = tuned_rates[dataset] | all_tuned(pool, cell, {1: starts[1]})
-            seeds(pool, cell, {1: rates[1]}, 8)
+            tuned_rates[dataset] |= all_tuned(pool, cell, {1: starts[1]})
+            seeds(pool, cell, {1: tuned_rates[dataset][1]}, 8)
+        for dataset, cell in cells.items():
+            rates = tuned_rates[dataset]
             between = [(power, rates[near]) for power, nears in ((0.25, (0, 0.5)), (0.75, (0.5, 1))) for near in nears]
             losses = list(pool.map(lambda point: run(cell, *point, 101), between))
             for (power, at), _ in sorted(zip(between, losses), key=lambda item: -item[1]):
