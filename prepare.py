@@ -296,7 +296,7 @@ def find(tops, endings, splits):
             around, real = near(path), os.path.realpath(path)  # from `top`'s last folder on
             fits = name.lower().endswith(endings) and "/." not in f"/{name}"
             found.setdefault((real, fits), (around, path))
-            words[real] = words.get(real, "") + re.sub(r"[\W\d_]+", " ", f"/{around}/{near(real)}/".lower())  # of links
+            words[real] = words.get(real, "") + re.sub(r"[\W\d_]+", " ", f"/{around}/{near(real)}/".lower())  # of all links
     for (real, fits), (around, path) in found.items():
         split = next((split for split in WORDS if re.search(f" ({WORDS[split]}) ", words[real])), None)
         (files if fits and split in splits else left_out).append((around, path, split == "val"))
@@ -404,7 +404,7 @@ def main(argv):
     add("--tokenizer_file", metavar="PATH", help="llama2's tokenizer.model (else the Hub's)")
     add("--tokens", type=amount, help="stop behind 10B, 500M")
     add("--workers", type=amount, default=os.cpu_count(), help="threads (one a core)")
-    sys.stdout.reconfigure(errors="replace")  # for poor terminals
+    sys.stdout.reconfigure(errors="replace")  # for terminals of ASCII
     args = parser.parse_args(argv)
     takes = {"text": ["input", "name"], "import": ["what", "name"], "verify": ["what"], "show": ["what"]}
     given = [name for name in ("what", "input", "name") if getattr(args, name)]

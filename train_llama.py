@@ -189,8 +189,6 @@ def configure(argv):
             parser.error(f"argument --{name}: found {value}, expected a number of at least {least}")
         if name in CHOICES and value not in CHOICES[name]:  # as an edit may leave it
             parser.error(f"argument --{name}: found {value}, expected one of {CHOICES[name]}")
-    if rank >= world:
-        parser.error(f"found RANK={rank} of WORLD_SIZE={world}; torchrun sets both")
     if n_embd % (2 * n_head):
         parser.error(f"argument --n_embd: found {n_embd}, expected a multiple of 2 x n_head = {2 * n_head}")
     micro_batch_size = micro_batch_size or max(1, batch_size // world)

@@ -4,9 +4,8 @@ Runs a grid of settings over a train script; the same command skips what is fini
     python tools/sweep.py train_gpt.py --optimizer=muon,muon-vs --learning_rate=0.005,0.01 --seed=1..4 --jobs=2
 
 Every --name=value goes to the script; lists a,b and ranges 1..4 are the axes, (a,b) is one value. A run is named by
-what varies and by what NAMED lists, in the order given: gpt-muon-vs-lr0.005-seed1. --repeat=2 only names it: the same
-settings and seed again. What it prints stands in logs/RUN.out until it succeeds. Each of several jobs has its share of
-the cores and one GPU; as they share a machine, their clocks say nothing. On Ctrl-C, SIGTERM, SIGHUP runs save and stop.
+what varies and by what NAMED lists, in the order given: gpt-muon-vs-lr0.005-seed1. --repeat=2 only names it. What it
+prints stands in logs/RUN.out until it succeeds. Each of several jobs has its share of the cores and one GPU.
 """
 import argparse, itertools, os, re, signal, subprocess, sys, time
 from pathlib import Path
