@@ -287,7 +287,7 @@ def below(top, leave=()):
 
 def find(tops, endings, splits):
     """[(name, path, does it validate?)] of the files at or below these paths; a line counts what is left out."""
-    found, words, files, left_out = {}, {}, [], []
+    found, words, files, left_out = {}, {}, [], []  # words of all links
     for top in map(Path, tops):
         if not top.exists():
             sys.exit(f"{top} does not exist; give a file or folder")
@@ -296,7 +296,7 @@ def find(tops, endings, splits):
             around, real = near(path), os.path.realpath(path)  # from `top`'s last folder on
             fits = name.lower().endswith(endings) and "/." not in f"/{name}"
             found.setdefault((real, fits), (around, path))
-            words[real] = words.get(real, "") + re.sub(r"[\W\d_]+", " ", f"/{around}/{near(real)}/".lower())  # of all links
+            words[real] = words.get(real, "") + re.sub(r"[\W\d_]+", " ", f"/{around}/{near(real)}/".lower())
     for (real, fits), (around, path) in found.items():
         split = next((split for split in WORDS if re.search(f" ({WORDS[split]}) ", words[real])), None)
         (files if fits and split in splits else left_out).append((around, path, split == "val"))
@@ -404,7 +404,7 @@ def main(argv):
     add("--tokenizer_file", metavar="PATH", help="llama2's tokenizer.model (else the Hub's)")
     add("--tokens", type=amount, help="stop behind 10B, 500M")
     add("--workers", type=amount, default=os.cpu_count(), help="threads (one a core)")
-    sys.stdout.reconfigure(errors="replace")  # for terminals of ASCII
+    sys.stdout.reconfigure(errors="replace")  # for ASCII terminals
     args = parser.parse_args(argv)
     takes = {"text": ["input", "name"], "import": ["what", "name"], "verify": ["what"], "show": ["what"]}
     given = [name for name in ("what", "input", "name") if getattr(args, name)]

@@ -409,7 +409,8 @@ def test_when_a_damaged_file_is_mended_the_same_command_goes_on(mended, monkeypa
         refused("holds something else", *command)
 
 @pytest.mark.parametrize("told, words", [
-    *(("--workers", f"--workers={x}") for x in (0, -1)), *(("--tokens", f"--tokens={x}") for x in ("inf", "nan", "9MB")),
+    ("--workers", "--workers=0"), ("--workers", "--workers=-1"),
+    *(("--tokens", f"--tokens={x}") for x in ("inf", "nan", "9MB")),
     ("pysrc takes name;", "--input in --name=a"), ("c4 takes name;", "c4 in"), ("verify takes what;", "verify"),
     *(("text takes input and name;", f"text {words}") for words in ("--input in", "in --input in --name=a"))])
 def test_a_number_is_a_number_and_nothing_is_ignored(told, words, capsys):
