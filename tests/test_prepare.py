@@ -128,13 +128,13 @@ def test_every_kind_of_file_gives_its_documents_in_order(workers, block, batch, 
     write("in/d.jsonl.gz", gzip.compress(jsonl(rows[2][:9])) + gzip.compress(jsonl(rows[2][9:])))
     write("in/e.jsonl.zst", zstandard.compress(jsonl(rows[3][:9], a={"b": 1})) + zstandard.compress(jsonl(rows[3][9:])))
     write("in/f.json.gz", gzip.compress(jsonl(rows[4])))
-    write("in/g/empty.md", "")
+    write("in/g/val.md", "")  # left out
     write("in/g/h.py", "h = 1")
     write("in/ignored.png", b"\x89\xff")
     prepare.main([*COMMAND, "--val_fraction=0.2", f"--workers={workers}"])
     records = [*rows[0], "", "", *rows[1], "", "half \ufffd, 🙂", *rows[2], *rows[3], *rows[4]]
     expected = {"train": [], "val": []}
-    for key, document in [("in/a.txt", a), *zip(records, records), ("in/g/empty.md", ""), ("in/g/h.py", "h = 1")]:
+    for key, document in [("in/a.txt", a), *zip(records, records), ("in/g/h.py", "h = 1")]:
         share = int(hashlib.blake2b(key.encode(), digest_size=8).hexdigest(), 16) / 2**64
         expected["val" if share < 0.2 or document == rows[0][0] else "train"].append(document)
     assert {split: texts("mine", split) for split in expected} == expected
@@ -350,6 +350,11 @@ def test_what_is_held_out_is_not_trained_on(capsys):
     for path in "in/test", "in/test.txt", "in/test/0.txt":
         refused("expected text", "text", "--name=no", "--input", path)
     refused("named train or val", "import", "ids/test/", "--name=no")
+    folders = [f"corpus/{split}/en" for split in ("test", "train", "val")]
+    for folder in folders:
+        write(f"{folder}/0.txt", folder)
+    prepare.main(["text", "--name=globbed", "--input", *folders])
+    assert (texts("globbed", "train"), texts("globbed", "val")) == (folders[1:2], folders[2:])
 
 def test_what_is_named_val_comes_before_tokens_are_counted(monkeypatch):
     monkeypatch.setattr(prepare, "GROUP", 1)
@@ -371,14 +376,15 @@ def test_capitals_and_links_are_read_and_hidden_files_counted(capsys):
     write("elsewhere/C.Md", "linked")
     for name in "in/._a.txt", "in/.git/b.txt", "in/c.png":
         write(name, b"\xff")
-    for link, target in (("in/link", "../elsewhere"), ("in/once_more", "link"), ("in/loop", "."),
+    write("in/v2/d.txt", "in v2")
+    for link, target in (("in/link", "../elsewhere"), ("in/once_more", "link"), ("in/loop", "."), ("in/.new", "v2"),
                          ("elsewhere/up", ".."), ("in/z.txt", "A.TXT")):
         os.symlink(target, link)
     write("in/blobs/9f2c", "blob")  # as the Hub's cache has them
     os.symlink("blobs/9f2c", "in/z.md")
     prepare.main(["text", "--name=mine", "--val_fraction=0", "--input", "in", "elsewhere", "in/A.TXT"])
-    assert texts("mine", "train") == ["marked", "record", "linked", "blob"]  # each once
-    assert "left out: 4 " in capsys.readouterr().out.splitlines()[0]
+    assert texts("mine", "train") == ["marked", "record", "linked", "in v2", "blob"]  # each once
+    assert "left out: 5 " in capsys.readouterr().out.splitlines()[0]
 
 def test_a_part_without_rows_holds_no_documents():
     write("in/a.parquet", parquet([]))
