@@ -28,7 +28,7 @@ import optim
 # ---- Globals and presets -----------------------------------------------------------------------------------
 preset = "demo"               # a key of PRESETS
 run_name = ""                 # of log and checkpoints; default: SCRIPT-PRESET-OPTIMIZER-seedSEED
-resume = ""                   # auto: go on from this run's newest checkpoint, if there is one; or PATH of any
+resume = ""                   # auto: from this run's newest checkpoint on; PATH: from it while there is none
 init_from = ""                # begin with the weights alone of this checkpoint
 eval_only = False             # print the validation loss of what --resume or --init_from names, and end
 # data
@@ -140,7 +140,6 @@ AT_LEAST_1 = ["n_layer", "n_head", "n_embd", "block_size", "batch_size", "qkv_sp
 rank = int(os.environ.get("RANK", 0))  # as torchrun sets it
 world = int(os.environ.get("WORLD_SIZE", 1))
 local_rank = int(os.environ.get("LOCAL_RANK", rank % max(1, torch.cuda.device_count())))
-restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 def settings():
     return {name: globals()[name] for name in GLOBALS}
@@ -150,11 +149,6 @@ def boolean(text):
 
 def numbers(text):
     return tuple(map(float, text.strip("()").split(",")))
-
-def run_of(path):
-    """The name of the run in checkpoints/ that has this checkpoint, or ""."""
-    inside = re.fullmatch("checkpoints/(.+)/[^/]+", os.path.relpath(path or "."))
-    return inside[1] if inside else ""
 
 def configure(argv):
     """Sets the globals: PRESETS[preset], then PRESETS["preset/optimizer"], then --name=value."""
@@ -195,7 +189,7 @@ def configure(argv):
     if batch_size % (micro_batch_size * world):
         parser.error(f"--batch_size={batch_size}: no multiple of {world} x {micro_batch_size=}")
     default = f"{Path(__file__).stem}-{preset}-{optimizer}-seed{seed}"
-    run_name = os.path.normpath(run_name or run_of(resume) or default)
+    run_name = os.path.normpath(run_name or default)
 
 # ---- Data loader -------------------------------------------------------------------------------------------
 @functools.lru_cache(2)  # a batch may span two epochs
@@ -463,7 +457,8 @@ def save_checkpoint(model, optimizers, facts, step, train_time):
     finally:
         temporary.unlink(missing_ok=True)
     if keep_checkpoints:
-        for old in newest_first()[keep_checkpoints:]:
+        written = [old for old in newest_first() if old <= path]  # later ones are damaged
+        for old in written[keep_checkpoints:]:
             old.unlink()
 
 def read_checkpoint(path):
@@ -483,23 +478,13 @@ def from_rank_0(value):
     return box[0]
 
 def find_checkpoint():
-    """The path to go on from, or "". Rank 0 chooses for all: this run's newest that is not damaged, with
-    --resume=auto or after a restart by torchrun; else the one that --resume names."""
-    own = newest_first() if resume == "auto" or (resume and restarts != "0") else []
-    chosen = "" if resume == "auto" else resume
-    chosen = from_rank_0(next(filter(is_whole, own), chosen) if rank == 0 else "")
-    if own and not chosen:
-        sys.exit(f"rank 0 found no checkpoint that is whole, rank {rank} sees some; nodes of a run must "
-                 "share them; another start is --resume=PATH, or another --run_name")
-    if chosen and not Path(chosen).exists():
-        sys.exit(f"found no checkpoint {chosen} on rank {rank}; nodes of a run must share its folder")
+    """This run's newest checkpoint that is not damaged, or None. Rank 0 chooses for all."""
+    own = newest_first() if resume == "auto" or (resume and not eval_only) else []
+    chosen = from_rank_0(next(filter(is_whole, own), None) if rank == 0 else None)
+    if chosen not in (own or [None]):
+        sys.exit("found no checkpoint that is whole and seen by all ranks; nodes of a run must share them; "
+                 "another start is another --run_name")
     return chosen
-
-def put_aside(path):
-    aside = path.with_suffix(".abandoned")
-    while aside.exists():
-        aside = Path(f"{aside}~")
-    path.rename(aside)
 
 def changes(saved, facts):
     """What of these facts a checkpoint has otherwise, but for what says how this start begins."""
@@ -539,6 +524,7 @@ def init_ranks():
     if world > 1:
         # torchrun's store outlives a restart, with keys of dead ranks, which a prefix hides: pytorch 135712.
         store = next(dist.rendezvous("env://"))[0]
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         hours = datetime.timedelta(hours=4)  # as others wait while one rank saves
         dist.init_process_group("nccl" if device == "cuda" else "gloo", rank=rank, world_size=world,
                                 store=dist.PrefixStore(restarts, store), timeout=hours)
@@ -671,17 +657,16 @@ def main(argv):
     if shards.vocab != val_shards.vocab:
         sys.exit(f"found {shards.vocab} ids to train on, {val_shards.vocab} to validate; use one tokenizer")
     log_file = Path("logs", f"{run_name}.txt")
-    goes_on = resume == "auto" or run_of(resume) == run_name
-    if resume and restarts != "0" and log_file.exists():  # torchrun has started again what began this log
-        goes_on = goes_on or f"\n--resume={resume}\n".encode() in log_file.read_bytes()
-    if log_file.exists() and not (goes_on or eval_only):
-        sys.exit(f"{log_file} exists; give another --run_name, or, if it has ended and saved, --resume=auto")
+    for file in [log_file, *newest_first()]:
+        if file.exists() and not (resume or eval_only):
+            sys.exit(f"{file} exists; give another --run_name, or, if it has ended and saved, --resume=auto")
     init_ranks()
     facts = dict(script=Path(__file__).name, code=SOURCES, globals=settings(), data=shards.contents,
                  val_data=val_shards.contents, vocab=shards.vocab, eot=shards.eot)
     if facts != from_rank_0(facts):
         sys.exit(f"rank {rank} has other settings, data or code than rank 0; nodes of a run need the same")
-    path = find_checkpoint()
+    own = find_checkpoint()
+    path = own or ("" if resume == "auto" else resume)
     if eval_only and not path and not init_from:
         sys.exit("found no checkpoint to evaluate; give --resume or --init_from")
 
@@ -692,6 +677,9 @@ def main(argv):
         saved = load_checkpoint(path or init_from, model, optimizers if path else [])
         if saved["vocab"] != shards.vocab:
             sys.exit(f"{path or init_from} is of a tokenizer of {saved['vocab']} ids, not {shards.vocab}")
+    if own and resume not in ("auto", str(own), saved["globals"].get("resume")):
+        sys.exit(f"{own} exists, which --resume={resume} did not begin; give another --run_name, or "
+                 "--resume=auto")
     step, train_time = (saved["step"], saved["train_time"]) if path else (0, 0.0)
     changed = changes(saved, facts)
     if eval_only:
@@ -702,12 +690,9 @@ def main(argv):
 
     log = lambda *_: None
     if rank == 0:
-        if resume and not path and restarts == "0" and log_file.exists():  # of a start that saved nothing
-            put_aside(log_file)
+        if log_file.exists() and not own:  # of a start that saved nothing
+            log_file.rename(f"{log_file}.{time.strftime('%Y%m%d-%H%M%S')}")
         log = open_log(log_file, model)
-        for other in newest_first():
-            if int(other.stem[5:]) > step or run_of(path) != run_name:  # goes back, or begins anew
-                put_aside(other)
     if resume or init_from:
         begun = "began" if init_from and not path else "resumed"
         log(f"{begun}:step:{step} world_size:{world} changed:{changed}")

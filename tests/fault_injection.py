@@ -137,7 +137,8 @@ def torchrun_stopped(which, name):
 def diverged(name):
     """Each of torchrun's starts ends so, and it ends with an error."""
     code = torchrun(name, learning_rate=1e30, checkpoint_interval=100).wait()
-    return code == 1 and text(name).count("\ndiverged: ") == text(name).count("\nresumed:") == 4
+    logs = "".join(path.read_text() for path in Path("logs").glob(f"{name}.txt*"))
+    return code == 1 and logs.count("\ndiverged: ") == logs.count("\nresumed:") == 4
 
 if __name__ == "__main__":
     began, rng = time.time(), random.Random(1)
