@@ -326,6 +326,7 @@ def first_sequence(step):
 def update(step, model, optimizers, shards):
     """One update. Returns the loss of this rank's sequences and the norm of the whole gradient, as tensors on
     the device, since reading them would wait for a GPU."""
+    torch.manual_seed(hash((seed, step, rank)))  # for a fork's dropout
     first, end = first_sequence(step), first_sequence(step + 1)
     if end <= first or (end - first) % (world * micro_batch_size):
         raise ValueError("the batch must be a multiple of micro_batch_size x ranks")
@@ -406,7 +407,7 @@ def save_checkpoint(model, optimizers, facts, step, train_time):
         return
     path = Path("checkpoints", run_name, f"step_{step:08d}.pt")
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
+    temporary = path.with_name("unfinished.tmp")  # of a killed start: is overwritten
     try:
         with open(temporary, "wb") as file:
             torch.save(content, file)

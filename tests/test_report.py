@@ -175,7 +175,10 @@ def test_what_a_resumed_run_does_again_counts(logs):
         run = report.Run("a", f"{head}{again}resumed:step:300 world_size:1 {changed}{what}\nstep:400{tail}")
         assert [run.settings[key] for key in ("adam_betas", "wandb", "seed")] == ["(0.9, 0.95)", "", "2"]
     assert run.problem == "" and list(run.points["val_loss"]) == [5, 3, 2, 1.5, 1.2, 1]
-    (logs / "other.txt").write_text(head + "resumed:step:300 changed:learning_rate=0.5,wandb=x\nstep:400" + tail)
+    other = head + "resumed:step:300 changed:learning_rate=0.5,wandb=x\nstep:400"
+    killed = report.Run("a", f"{other}/500 val_loss:9.0\nresumed:step:300 changed:nothing\nstep:400{tail}")
+    assert killed.settings["lr"] == "0.01" and "resumed" not in killed.settings  # it saved nothing with 0.5
+    (logs / "other.txt").write_text(other + tail)
     assert list(make()[0]) == ["muon lr=0.01", "muon-vs lr=0.01", "muon-vs lr=0.5 resumed=300"]
 
 def test_experiments_are_kept_apart_and_rows_named_by_what_differs(logs):

@@ -57,14 +57,15 @@ class Run:
         self.config = {key: x for key, x in self.settings.items() if x and key not in RUN_SETTINGS}
 
     def read(self, body: str) -> None:
-        points, step = {}, 0
+        points, step, settings = {}, 0, {-1: self.settings}  # from which step on they held
         for line in re.findall(r"(.+)(?:\n|(?<=ms)\Z)", body):  # none that is torn
             if line.startswith("resumed:step:"):
                 step, self.final, self.problem = int(re.match(r"resumed:step:(\d+)", line)[1]), {}, ""
                 points = {k: point for k, point in points.items() if k <= step}
-                told = line.partition(" changed:")[2]
-                changed = dict(re.findall(r"(\w+)=(.*?)(?:\.0)?(?=,\w+=|,[\w ]*data|$)", told))
-                self.settings |= changed | {"resumed": str(step)} if changed.keys() - RUN_SETTINGS else {}
+                settings = {k: held for k, held in settings.items() if k < step}  # what the checkpoint was made with
+                changed = dict(re.findall(r"(\w+)=(.*?)(?:\.0)?(?=,\w+=|,[\w ]*data|$)", line))
+                changed = changed | {"resumed": str(step)} if changed.keys() - RUN_SETTINGS else {}
+                settings[step] = self.settings = settings[max(settings)] | changed
             elif self.final:
                 continue  # the sample is any text
             elif line.startswith("diverged:") or re.search(" val_loss:(nan|inf)", line):

@@ -73,7 +73,6 @@ def main(argv: list[str]) -> None:
     runs = grid(args.script, parse(words, parser.error))
     Path("logs").mkdir(exist_ok=True)
     todo = [name for name, settings in runs.items() if not finished(Path(f"logs/{name}.txt"), settings, args.script)]
-
     signals, running, failed = [], {}, []  # running: job -> name, process
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets it
