@@ -216,7 +216,7 @@ def build(args, source, files, validates=None, count="train", listing=None):
     source = {**source, "field": args.field, "tokenizer": args.tokenizer, "tokens": args.tokens}
     stats = [(name, *how, os.path.getsize(path), os.stat(path).st_mtime_ns) for name, path, *how in files]
     vocab, eot = TOKENIZERS[args.tokenizer]
-    state = dict(source=source, tokenizer=args.tokenizer, vocab_size=vocab, eot=eot, done=0, digest=0, shards=[])
+    state = dict(source=source, vocab_size=vocab, eot=eot, done=0, digest=0, shards=[])
     if final.exists() or (folder / "manifest.json").exists():
         state = read_manifest(folder)
     tokens = {split: sum(s["tokens"] for s in state["shards"] if s["split"] == split) for split in ("train", "val")}
@@ -276,7 +276,7 @@ def below(top, leave=()):
     base = top if top.is_dir() else top.parent
     found, seen, paths = [], set(base.resolve().parents), [top]
     for path in paths:  # it grows
-        if not path.is_dir() or path.name[:1] == "." and path != top:  # .git and such count once
+        if not path.is_dir() or path.name[:1] == "." and path != top:
             found.append((path.relative_to(base).as_posix(), str(path)))
         elif path.name not in leave and path.resolve() not in seen:
             seen.add(path.resolve())
@@ -284,24 +284,25 @@ def below(top, leave=()):
     return sorted(found)
 
 def find(tops, endings, splits):
-    """[(name, path, does it validate?)] of the files at or below these paths; a line counts what is left out."""
-    found, words, files, left_out = {}, {}, [], []
-    common = os.path.commonpath([*map(os.path.abspath, tops)])
-    for top in map(Path, tops):
+    """[(name, path, does it validate?)] of the files at or below tops; a line counts what is left out."""
+    found, words, files, out = {}, {}, [], []
+    places = [os.path.relpath(top, os.path.commonpath([*map(os.path.abspath, tops)])) for top in tops]
+    globbed = len({place.count("/") for place in places}) == 1  # as by a glob
+    for top, place in zip(map(Path, tops), places):
         if not top.exists():
-            sys.exit(f"{top} does not exist; give a file or folder")
+            sys.exit(f"{top} does not exist")
         for name, path in below(top):
             near = lambda path: "/".join(Path(os.path.relpath(path)).parts[-name.count("/") - 2:])
             around, real = near(path), os.path.realpath(path)  # from `top`'s last folder on
-            fits = name.lower().endswith(endings) and "/." not in f"/{name}" and os.path.getsize(path) > 0
+            fits = name.lower().endswith(endings) and "/." not in f"/{name}" and os.path.exists(path)
             found.setdefault((real, fits), (around, path))
-            places = f"/{os.path.relpath(top, common)}/{around}/{near(real)}/"
-            words[real] = words.get(real, "") + re.sub(r"[\W\d_]+", " ", places.lower())
+            where = f"/{place * globbed}/{around}/{near(real)}/"
+            words[real] = words.get(real, "") + re.sub(r"[\W\d_]+", " ", where.lower())
     for (real, fits), (around, path) in found.items():
         split = next((split for split in WORDS if re.search(f" ({WORDS[split]}) ", words[real])), None)
-        (files if fits and split in splits else left_out).append((around, path, split == "val"))
-    if left_out:
-        print(f"left out: {len(left_out)} files, empty, hidden, test or of other kinds; first {left_out[0][1]}")
+        (files if fits and split in splits and os.path.getsize(path) else out).append((around, path, split == "val"))
+    if out:
+        print(f"left out: {len(out)} files, empty, hidden, test or of other kinds; first {out[0][1]}")
     if not files:
         sys.exit(f"{' '.join(tops)}: expected text (import: ids, named train or val) in files {' '.join(endings)}")
     return sorted(files, key=lambda file: not file[2])  # val first: --tokens cannot cut it
@@ -367,15 +368,14 @@ def verify(args):
     for shard in manifest["shards"]:
         path = folder / shard["file"]
         header, ids = np.fromfile(path, "<u4", 7).tolist(), np.fromfile(path, "<u2")[HEADER // 2:]
-        complete = path.stat().st_size == HEADER + 2 * shard["tokens"]
-        if not complete or header != [MAGIC, 1, len(ids), vocab, eot, zlib.crc32(ids), 1]:
+        if path.stat().st_size % 2 or header != [MAGIC, 1, shard["tokens"], vocab, eot, zlib.crc32(ids), 1]:
             sys.exit(f"{path} is damaged; {mend}")
     print(f"{len(manifest['shards'])} shards verified: sizes, headers, checksums")
 
 def show(args):
     folder = Path("" if "/" in args.what else "data", args.what)
     manifest = read_manifest(folder)
-    _, decode = load_tokenizer(manifest["tokenizer"], folder / "tokenizer.model")
+    _, decode = load_tokenizer(manifest["source"]["tokenizer"], folder / "tokenizer.model")
     print(json.dumps(manifest, indent=1))
     for shard in {shard["split"]: shard for shard in reversed(manifest["shards"])}.values():
         ids = np.fromfile(folder / shard["file"], "<u2", 200, offset=HEADER)

@@ -27,7 +27,7 @@ import optim
 # ---- Globals and presets -----------------------------------------------------------------------------------
 preset = "demo"               # a key of PRESETS
 run_name = ""                 # of log and checkpoints; default: SCRIPT-PRESET-OPTIMIZER-seedSEED
-resume = ""                   # auto: from this run's newest checkpoint on; PATH: from it while there is none
+resume = ""                   # auto: go on from this run's newest checkpoint; PATH: begin from that one
 init_from = ""                # begin with the weights alone of this checkpoint
 eval_only = False             # print the validation loss of what --resume or --init_from names, and end
 # data
@@ -407,7 +407,7 @@ def save_checkpoint(model, optimizers, facts, step, train_time):
         return
     path = Path("checkpoints", run_name, f"step_{step:08d}.pt")
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name("unfinished.tmp")  # of a killed start: is overwritten
+    temporary = path.with_suffix(".tmp")
     try:
         with open(temporary, "wb") as file:
             torch.save(content, file)
@@ -441,7 +441,7 @@ def find_checkpoint():
     """This run's newest checkpoint that is not damaged, or None. Rank 0 chooses for all."""
     own = newest_first() if resume == "auto" or (resume and not eval_only) else []
     chosen = from_rank_0(next(filter(is_whole, own), None) if rank == 0 else None)
-    if chosen not in (own or [None]):
+    if own and not chosen or chosen and not chosen.exists():
         sys.exit("found no checkpoint that is whole and seen by all ranks; nodes of a run must share them; "
                  "another start is another --run_name")
     return chosen
@@ -617,8 +617,9 @@ def main(argv):
     if shards.vocab != val_shards.vocab:
         sys.exit(f"found {shards.vocab} ids to train on, {val_shards.vocab} to validate; use one tokenizer")
     log_file = Path("logs", f"{run_name}.txt")
+    goes_on = resume == "auto" or (resume and newest_first())
     for file in [log_file, *newest_first()]:
-        if file.exists() and not (resume or eval_only):
+        if file.exists() and not (goes_on or eval_only):
             sys.exit(f"{file} exists; give another --run_name, or, if it has ended and saved, --resume=auto")
     init_ranks()
     facts = dict(script=Path(__file__).name, code=SOURCES, globals=settings(), data=shards.contents,
@@ -637,11 +638,10 @@ def main(argv):
         saved = load_checkpoint(path or init_from, model, optimizers if path else [])
         if saved["vocab"] != shards.vocab:
             sys.exit(f"{path or init_from} is of a tokenizer of {saved['vocab']} ids, not {shards.vocab}")
-    if own and resume not in ("auto", str(own), saved["globals"].get("resume")):
-        sys.exit(f"{own} exists, which --resume={resume} did not begin; give another --run_name, or "
-                 "--resume=auto")
     step, train_time = (saved["step"], saved["train_time"]) if path else (0, 0.0)
     changed = changes(saved, facts)
+    if own and resume != "auto" and (changed != "nothing" or resume != saved["globals"]["resume"]):
+        sys.exit(f"{own} is of other settings or another --resume; give another --run_name, or --resume=auto")
     if eval_only:
         val_loss, val_acc = evaluate(model, val_shards)
         if rank == 0:
@@ -651,7 +651,7 @@ def main(argv):
     log = lambda *_: None
     if rank == 0:
         if log_file.exists() and not own:  # of a start that saved nothing
-            log_file.rename(f"{log_file}.{time.strftime('%Y%m%d-%H%M%S')}")
+            log_file.rename(f"{log_file}.{time.time_ns()}")
         log = open_log(log_file, model)
     if resume or init_from:
         begun = "began" if init_from and not path else "resumed"

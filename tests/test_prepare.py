@@ -355,6 +355,10 @@ def test_what_is_held_out_is_not_trained_on(capsys):
         write(f"{folder}/0.txt", folder)
     prepare.main(["text", "--name=globbed", "--input", *folders])
     assert (texts("globbed", "train"), texts("globbed", "val")) == (folders[1:2], folders[2:])
+    write("dev/notes/a.txt", "a")
+    write("b.txt", "b")
+    prepare.main(["text", "--name=apart", "--val_fraction=0", "--input", "dev/notes", "b.txt"])
+    assert sorted(texts("apart", "train")) == ["a", "b"]
 
 def test_what_is_named_val_comes_before_tokens_are_counted(monkeypatch):
     monkeypatch.setattr(prepare, "GROUP", 1)
@@ -382,9 +386,10 @@ def test_capitals_and_links_are_read_and_hidden_files_counted(capsys):
         os.symlink(target, link)
     write("in/blobs/9f2c", "blob")  # as the Hub's cache has them
     os.symlink("blobs/9f2c", "in/z.md")
+    os.symlink("nowhere", "in/v2/e.txt")
     prepare.main(["text", "--name=mine", "--val_fraction=0", "--input", "in", "elsewhere", "in/A.TXT"])
     assert texts("mine", "train") == ["marked", "record", "linked", "in v2", "blob"]  # each once
-    assert "left out: 5 " in capsys.readouterr().out.splitlines()[0]
+    assert "left out: 6 " in capsys.readouterr().out.splitlines()[0]
 
 def test_a_part_without_rows_holds_no_documents():
     write("in/a.parquet", parquet([]))

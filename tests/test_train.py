@@ -294,14 +294,20 @@ def test_a_start_meets_other_code_another_vocabulary_and_a_checkpoint_that_is_no
     train("run", max_iters=4)
     train("run", resume="auto", meddle=lambda module: module.SOURCES.append("edited"))
     assert any(line.startswith("resumed:step:4 world_size:1 changed:code,max_iters=8") for line in log_lines("run"))
-    train("new", resume="checkpoints/run/step_00000004.pt")
+    new = dict(resume="checkpoints/run/step_00000004.pt", checkpoint_interval=2)
+    whole = train("new", **new)
     for split in "train", "val":
         write_shard(f"data/other/other_{split}_000001.bin", range(200), vocab=300)  # padded to 320, as 257 is
-    train("new", resume="checkpoints/run/step_00000004.pt", max_iters=12)  # what this command began goes on
-    assert [line[:14] for line in log_lines("new") if "resumed" in line] == ["resumed:step:4", "resumed:step:8"]
-    for path in "run/step_00000004.pt", "new/step_00000012.pt":  # an earlier one, another run's
-        with pytest.raises(SystemExit, match="checkpoints/run/step_00000008.pt exists, which --resume=.* did not beg"):
-            train("run", resume=f"checkpoints/{path}")
+    os.unlink("checkpoints/new/step_00000008.pt")
+    assert_equal(train("new", **new), whole)  # what this command began goes on
+    assert [line[:14] for line in log_lines("new") if "resumed" in line] == ["resumed:step:4", "resumed:step:6"]
+    for name, path, settings in (("run", "run/step_00000004.pt", {}), ("run", "new/step_00000008.pt", {}),
+                                 ("new", "run/step_00000004.pt", dict(learning_rate=0.02))):
+        with pytest.raises(SystemExit, match=f"checkpoints/{name}/step_00000008.pt is of other settings or another "):
+            train(name, **new | dict(resume=f"checkpoints/{path}", **settings))
+    train("early", max_iters=0)
+    with pytest.raises(SystemExit, match="logs/early.txt exists"):
+        train("early", **new)
     with pytest.raises(SystemExit, match="is of a tokenizer of 257 ids, not 300"):
         train("other", dataset="other", init_from="checkpoints/run/step_00000008.pt")
 
@@ -317,13 +323,12 @@ def test_newest_is_the_highest_step_and_no_start_mixes_two_runs():
     Path("checkpoints/run/step_best.pt").touch()  # someone's own
     t = fresh(resume="auto", run_name="run")
     assert t.find_checkpoint().name == "step_00000008.pt"
-    Path("checkpoints/run/step_00000013.pt").touch()  # damaged
-    with pytest.raises(EOFError):  # of the test, which reads the last one when the run has ended
-        train("run", resume="checkpoints/run/step_00000008.pt", max_iters=12, checkpoint_interval=2, keep_checkpoints=1)
+    Path("checkpoints/run/step_10000000.pt").touch()  # damaged
+    train("run", resume="auto", max_iters=12, checkpoint_interval=2, keep_checkpoints=1)
     left = sorted(path.name[-11:] for path in Path("checkpoints/run").iterdir())
-    assert left == ["00000012.pt", "00000013.pt", "tep_best.pt"]
+    assert left == ["00000012.pt", "10000000.pt", "tep_best.pt"]
     os.unlink("logs/run.txt")
-    with pytest.raises(SystemExit, match="step_00000013.pt exists; give another --run_name"):
+    with pytest.raises(SystemExit, match="step_10000000.pt exists; give another --run_name"):
         train("run")
 
 def test_a_log_without_a_checkpoint_is_put_aside_and_a_name_has_one_spelling():
@@ -363,6 +368,8 @@ def test_weights_alone_and_evaluation_alone(capsys):
     train("restarted", **both)
     assert figures("restarted", "val_loss")[0] == loss and checkpoint("restarted")["step"] == 8
     capsys.readouterr()
+    train("run", resume="checkpoints/run/step_00000004.pt", eval_only=True)
+    assert not capsys.readouterr().out.startswith(f"val_loss:{loss:.5f} ")
     train("run", resume="auto", eval_only=True, optimizer="muon")  # whatever trained it
     told = capsys.readouterr().out
     assert told.startswith(f"val_loss:{loss:.5f} val_acc:") and told.endswith(" changed:optimizer=muon\n")
