@@ -97,6 +97,7 @@ def the_line(pool: ThreadPoolExecutor) -> dict:
         for dataset, cell in cells.items():
             rates = tuned_rates[dataset]
             between = [(power, rates[near]) for power, nears in ((0.25, (0, 0.5)), (0.75, (0.5, 1))) for near in nears]
+            between = list(dict.fromkeys(between))  # neighbours may have the same
             losses = list(pool.map(lambda point: run(cell, *point, 101), between))
             for (power, at), _ in sorted(zip(between, losses), key=lambda item: -item[1]):
                 rates[power] = at
