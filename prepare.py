@@ -53,7 +53,7 @@ LLAMA2_SHA256 = "9e556afd44213b6bd1be2b850ebbbd98f5481437a8021afaf58ee7fb1818d34
 
 # Where a text may be cut and keeps its ids: GPT-2's pattern always splits before a space or newline that follows
 # something else, and no entry of Llama's vocabulary has a space after another character.
-CUT = re.compile(r"(?<=[^\s\ufeff\u2581\ud800-\udfff])(?=[ \n])")
+CUT = re.compile(r"(?<=[^\s\u2581\ud800-\udfff])(?=[ \n])")
 
 def load_tokenizer(name, file=None):
     """Returns encode(text, starts) -> array of ids, and decode(list of ids) -> text. starts: does the text start a

@@ -1,4 +1,4 @@
-# The reports in this folder, from the project's root; figures in git have 24 colours.
+# The reports in this folder, from the project's root; of their figures git has the map alone, in 24 colours.
 cd records/map
 report() { python ../../tools/report.py logs.tar.xz "$@"; }
 report --tuned_on=101 --tables                                                  # the map, and tables of all cells
