@@ -185,6 +185,8 @@ def configure(argv):
             parser.error(f"argument --{name}: found {value}, expected one of {CHOICES[name]}")
     if n_embd % (2 * n_head):
         parser.error(f"argument --n_embd: found {n_embd}, expected a multiple of 2 x n_head = {2 * n_head}")
+    if 3 * n_embd % qkv_split:
+        parser.error(f"--qkv_split={qkv_split}: no divisor of 3 x n_embd = {3 * n_embd}")
     micro_batch_size = micro_batch_size or max(1, batch_size // world)
     if batch_size % (micro_batch_size * world):
         parser.error(f"--batch_size={batch_size}: no multiple of {world} x {micro_batch_size=}")
@@ -458,7 +460,8 @@ def save_checkpoint(model, optimizers, facts, step, train_time):
     finally:
         temporary.unlink(missing_ok=True)
     if keep_checkpoints:
-        written = [old for old in newest_first() if old <= path]  # later ones are damaged
+        # A newer file is a damaged one, which find_checkpoint() passed over.
+        written = [old for old in newest_first() if old <= path]
         for old in written[keep_checkpoints:]:
             old.unlink()
 
@@ -482,17 +485,17 @@ def find_checkpoint():
     """This run's newest checkpoint that is not damaged, or None. Rank 0 chooses for all."""
     own = newest_first() if resume == "auto" or (resume and not eval_only) else []
     chosen = from_rank_0(next(filter(is_whole, own), None) if rank == 0 else None)
-    if own and not chosen or chosen and not chosen.exists():
+    if (own and not chosen) or (chosen and not chosen.exists()):
         sys.exit("found no checkpoint that is whole and seen by all ranks; nodes of a run must share them; "
                  "another start is another --run_name")
     return chosen
 
 def changes(saved, facts):
-    """What of these facts a checkpoint has otherwise, but for what says how this start begins."""
-    begins = "resume", "run_name", "init_from", "eval_only"
+    """What of these facts a checkpoint has otherwise, but for what a start may choose for itself."""
+    own = "resume", "run_name", "init_from", "eval_only", "micro_batch_size"
     changed = ["code"] if saved["code"] != SOURCES else []
     changed += [f"{name}={value}" for name, value in settings().items()
-                if name not in begins and saved["globals"].get(name) != value]
+                if name not in own and saved["globals"].get(name) != value]
     changed += [name for name in ("data", "val_data") if saved[name] != facts[name]]
     return ",".join(changed) or "nothing"
 
@@ -523,12 +526,16 @@ def init_ranks():
         torch.cuda.set_device(local_rank)
         torch.backends.cuda.matmul.allow_tf32 = True
     if world > 1:
-        # torchrun's store outlives a restart, with keys of dead ranks, which a prefix hides: pytorch 135712.
+        # torchrun's store outlives a restart, with keys of dead ranks, which a new prefix hides.
         store = next(dist.rendezvous("env://"))[0]
-        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        if rank == 0:
+            store.set("prefix", str(time.time_ns()))
+        prefix = store.get("prefix").decode()
+        if store.add(prefix, 1) == world:
+            store.delete_key("prefix")  # now that all ranks have it
         hours = datetime.timedelta(hours=4)  # as others wait while one rank saves
         dist.init_process_group("nccl" if device == "cuda" else "gloo", rank=rank, world_size=world,
-                                store=dist.PrefixStore(restarts, store), timeout=hours)
+                                store=dist.PrefixStore(prefix, store), timeout=hours)
     if compile and device == "cpu" and not shutil.which(torch._inductor.config.cpp.cxx[-1]):
         print("runs uncompiled, so slower, as there is no C++ compiler", file=sys.stderr)
         compile = False
@@ -667,6 +674,8 @@ def main(argv):
                  val_data=val_shards.contents, vocab=shards.vocab, eot=shards.eot)
     if facts != from_rank_0(facts):
         sys.exit(f"rank {rank} has other settings, data or code than rank 0; nodes of a run need the same")
+    # A run goes on from its own newest checkpoint or, if it has none yet, begins from that of --resume=PATH,
+    # from the weights of --init_from, or anew.
     own = find_checkpoint()
     path = own or ("" if resume == "auto" else resume)
     if eval_only and not path and not init_from:

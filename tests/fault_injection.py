@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch._dynamo  # which an optimizer's first step imports: once here, not in every process that is forked
 
-from common import ROOT, TINY, checkpoint, fresh, write_tiny
+from common import ROOT, TINY, checkpoint, free_port, fresh, write_tiny
 
 UPDATES, SHORT = 24, "--short" in sys.argv
 SETTINGS = TINY | dict(max_iters=UPDATES, checkpoint_interval=2, eval_interval=12, resume="auto")
@@ -91,8 +91,7 @@ def terminal_closed(name):
     if not pid:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever started this
         run(name, slow_saving, terminal=True)
-    while "step:4/" not in text(name):
-        time.sleep(0.005)
+    at_update(4, name)
     os.close(terminal)
     return end(pid) == 0 and "\nstopped; " in text(name)
 
@@ -104,32 +103,46 @@ def damage(name, rng):
         data[rng.randrange(len(data) - 999):][:999] ^= 1
     data[:{"truncated": rng.randrange(len(data)), "empty": 0}.get(name, len(data))].tofile(path)
 
-def torchrun(name, **settings):
+def torchrun(name, *nodes, **settings):
     """Starts two ranks under torchrun --max-restarts=3, which after a failure starts all ranks again. Under nohup."""
     words = [f"--{key}={value}" for key, value in (SETTINGS | dict(run_name=name) | settings).items()]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=3"]
+    nodes = nodes or ["--standalone", "--nproc_per_node=2"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", *nodes, "--max-restarts=3", "--shutdown-timeout=2"]
     command = ["nohup", *launcher, str(ROOT / "train_gpt.py"), *words]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    env = os.environ | dict(OMP_NUM_THREADS="1")  # which it sets for two ranks, not for two nodes of one
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env)
 
 def text(name):
     log = Path(f"logs/{name}.txt")
     return log.read_text() if log.exists() else ""
 
-def at_update_4(name, **settings):
-    launcher = torchrun(name, **settings)
-    while "step:4/" not in text(name):
+def at_update(n, name):
+    while f"step:{n}/" not in text(name):
         time.sleep(0.005)
-    return launcher
+
+def ranks(launcher):
+    """LOCAL_RANK -> process."""
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    return {int(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0LOCAL_RANK=")[1][:1]): int(pid) for pid in children}
 
 def rank_killed(rank, name, **settings):
-    launcher = at_update_4(name, **settings)
-    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-    ranks = {Path(f"/proc/{pid}/environ").read_bytes().split(b"\0LOCAL_RANK=")[1][:1]: pid for pid in children}
-    os.kill(int(ranks[b"%d" % rank]), signal.SIGKILL)
+    launcher = torchrun(name, **settings)
+    at_update(4, name)
+    os.kill(ranks(launcher)[rank], signal.SIGKILL)
     return launcher.wait() == 0 and text(name).count("resumed:step:") > 1
 
+def node_killed(name):
+    """The other node's rank waits for it, as NCCL's do, so that its torchrun counts no failure."""
+    rendezvous = "--nnodes=2", "--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{free_port()}"
+    killed, waits = torchrun(name, *rendezvous), torchrun(name, *rendezvous)
+    at_update(4, name)
+    os.kill(ranks(waits)[0], signal.SIGSTOP)
+    os.kill(ranks(killed)[0], signal.SIGKILL)
+    return killed.wait() == waits.wait() == 0 and text(name).count("resumed:step:") > 1
+
 def torchrun_stopped(which, name):
-    launcher = at_update_4(name)
+    launcher = torchrun(name)
+    at_update(4, name)
     launcher.send_signal(which)
     launcher.wait()
     return "\nstopped; " in text(name) and torchrun(name).wait() == 0
@@ -160,6 +173,7 @@ if __name__ == "__main__":
         assert torchrun("ranks").wait() == 0
         for name, rank in dict(a=0, b=1, c=0, d=1).items():
             report(f"rank {rank} killed, --max-restarts=3", rank_killed(rank, name) and goes_on(name, "ranks"))
+        report("a rank of one of two nodes killed", node_killed("nodes") and goes_on("nodes", "ranks"))
         for which in signal.SIGTERM, signal.SIGINT, signal.SIGHUP:
             name = f"torchrun-{which.name}"
             report(f"{which.name} to torchrun", torchrun_stopped(which, name) and goes_on(name, "ranks"))

@@ -301,6 +301,7 @@ def test_a_start_meets_other_code_another_vocabulary_and_a_checkpoint_that_is_no
     os.unlink("checkpoints/new/step_00000008.pt")
     assert_equal(train("new", **new), whole)  # what this command began goes on
     assert [line[:14] for line in log_lines("new") if "resumed" in line] == ["resumed:step:4", "resumed:step:6"]
+    train("new", **new, micro_batch_size=2)  # or on other ranks
     for name, path, settings in (("run", "run/step_00000004.pt", {}), ("run", "new/step_00000008.pt", {}),
                                  ("new", "run/step_00000004.pt", dict(learning_rate=0.02))):
         with pytest.raises(SystemExit, match=f"checkpoints/{name}/step_00000008.pt is of other settings or another "):
@@ -488,6 +489,7 @@ MISTAKES = {
     "unknown optimizer": ("--optimizer=muonvs", "invalid choice: 'muonvs' (choose from 'adamw'"),
     "text for a switch": ("--compile=maybe", "invalid boolean value"),
     "heads that do not divide": ("--n_head=3", "expected a multiple of 2 x n_head = 6"),
+    "parts that do not divide": ("--qkv_split=5", "no divisor of 3 x n_embd = 96"),
     "negative learning rate": ("--learning_rate=-1", "at least 0"),
     "no number": ("--gamma=nan", "at least 0"),
     "interval of 0": ("--eval_interval=0", "at least 1"),
