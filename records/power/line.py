@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 HERE = Path(__file__).resolve().parent
-CELLS = {("16", "1600"): "short", ("64", "1600"): "large", ("16", "6400"): "long"}
+CELLS = {("16", "1600"): "short", ("64", "1600"): "large", ("16", "6400"): "long"}  # "constant": large, at that rate
 RUN = ["cell", "dataset", "power", "learning_rate", "adam_lr", "seed"]
 SHARES = {"10 %": 0, "20 %": 1, "40 %": 3, "60 %": 5, "80 %": 7, "100 %": 9}  # of the run: which tenth
 
@@ -29,8 +29,8 @@ def cpu_runs():
         evaluated = dict(re.findall(rf"^step:(\d+)/{of['max_iters']} val_loss:(\S+)", body, re.M))
         curve = [float(evaluated[str(int(of["max_iters"]) * tenth // 10)]) for tenth in range(1, 11)]
         power = 0.0 if of["optimizer"] == "muon" else float(of["power"])
-        yield [CELLS[of["batch_size"], of["max_iters"]], of["dataset"], power, float(of["learning_rate"]),
-               float(of["adam_lr"]), int(of["seed"]), curve]
+        cell = CELLS[of["batch_size"], of["max_iters"]] if of["schedule"] == "wsd" else "constant"
+        yield [cell, of["dataset"], power, float(of["learning_rate"]), float(of["adam_lr"]), int(of["seed"]), curve]
 
 def mean_and_interval(values):
     """Mean and half of its 95 % interval, over the first dimension."""
@@ -58,6 +58,10 @@ figure = Figure((6, 3.2), layout="constrained")
 axes = figure.subplots()
 for (cell, dataset), group in runs.groupby(["cell", "dataset"]):
     print(f"\n## {cell}, {dataset}")
+    if cell == "constant":  # few runs: each is shown
+        for (power, *rates), few in group.sort_values("seed").groupby(RUN[2:5]):
+            ends = (f"seed {seed} {curve[-1]:.4f}" for seed, curve in few[["seed", "curve"]].values)
+            print(f"power {power:g}, learning_rate and adam_lr {rates}:", ", ".join(ends))
     searched = group[group.seed > 100].assign(final=lambda g: g.curve.str[-1])
     finals = searched.groupby(["power", "learning_rate", "adam_lr"]).final.agg(["mean", "count"])
     for power, means in finals[finals["count"] == 3]["mean"].groupby("power"):

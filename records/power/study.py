@@ -113,12 +113,12 @@ def seeds(pool: ThreadPoolExecutor, cell: str, arms: dict, count: int, script: s
                   [(seed, power) for seed in range(1, count + 1) for power in arms]))
 
 def doubts(pool: ThreadPoolExecutor, found: dict) -> None:
-    """Part 4, at batch 64: a constant learning rate; weight decay; fewer Newton-Schulz steps."""
+    """Part 4, at batch 64: a constant learning rate, which wants lower ones; weight decay; fewer Newton-Schulz steps."""
     cell = LARGE
     for dataset in "english", "pysrc":
         rates, best = found[cell, dataset]
-        arms = {power: rates[power] for power in (0, best, 1)}
-        seeds(pool, cell.format(dataset) + " --schedule=constant", arms, 4)
+        constant = cell.format(dataset) + " --schedule=constant"
+        seeds(pool, constant, all_tuned(pool, constant, dict.fromkeys((0, best, 1), (0.0025, 0.005))), 4)
         for steps in 3, 2:
             seeds(pool, f"{cell.format(dataset)} --ns_steps={steps}", {best: rates[best]}, 4)
     for decay in 0, 0.3:
