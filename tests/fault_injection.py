@@ -91,7 +91,7 @@ def terminal_closed(name):
     if not pid:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever started this
         run(name, slow_saving, terminal=True)
-    at_update(4, name)
+    at_update_4(name)
     os.close(terminal)
     return end(pid) == 0 and "\nstopped; " in text(name)
 
@@ -116,8 +116,8 @@ def text(name):
     log = Path(f"logs/{name}.txt")
     return log.read_text() if log.exists() else ""
 
-def at_update(n, name):
-    while f"step:{n}/" not in text(name):
+def at_update_4(name):
+    while "step:4/" not in text(name):
         time.sleep(0.005)
 
 def ranks(launcher):
@@ -127,7 +127,7 @@ def ranks(launcher):
 
 def rank_killed(rank, name, **settings):
     launcher = torchrun(name, **settings)
-    at_update(4, name)
+    at_update_4(name)
     os.kill(ranks(launcher)[rank], signal.SIGKILL)
     return launcher.wait() == 0 and text(name).count("resumed:step:") > 1
 
@@ -135,14 +135,14 @@ def node_killed(name):
     """The other node's rank waits for it, as NCCL's do, so that its torchrun counts no failure."""
     rendezvous = "--nnodes=2", "--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{free_port()}"
     killed, waits = torchrun(name, *rendezvous), torchrun(name, *rendezvous)
-    at_update(4, name)
+    at_update_4(name)
     os.kill(ranks(waits)[0], signal.SIGSTOP)
     os.kill(ranks(killed)[0], signal.SIGKILL)
     return killed.wait() == waits.wait() == 0 and text(name).count("resumed:step:") > 1
 
 def torchrun_stopped(which, name):
     launcher = torchrun(name)
-    at_update(4, name)
+    at_update_4(name)
     launcher.send_signal(which)
     launcher.wait()
     return "\nstopped; " in text(name) and torchrun(name).wait() == 0

@@ -113,7 +113,7 @@ def seeds(pool: ThreadPoolExecutor, cell: str, arms: dict, count: int, script: s
                   [(seed, power) for seed in range(1, count + 1) for power in arms]))
 
 def doubts(pool: ThreadPoolExecutor, found: dict) -> None:
-    """Part 4, at batch 64: a constant learning rate, which wants lower ones; weight decay; fewer Newton-Schulz steps."""
+    """Part 4, at batch 64: a constant rate, which wants lower ones; weight decay; fewer Newton-Schulz steps."""
     cell = LARGE
     for dataset in "english", "pysrc":
         rates, best = found[cell, dataset]
