@@ -12,7 +12,9 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 HERE = Path(__file__).resolve().parent
-CELLS = {("16", "1600"): "short", ("64", "1600"): "large", ("16", "6400"): "long"}  # "constant": large, at that rate
+CELLS = {("16", "1600"): "short", ("64", "1600"): "large", ("16", "6400"): "long"}
+TOKENS = {"short": "3.28 M tokens", "large": "13.1 M", "long": "13.1 M, batch 16"}
+USUAL = dict(schedule="wsd", weight_decay="0.1", ns_steps="5", n_ffn="")  # other settings are named; n_ffn: a Llama
 RUN = ["cell", "dataset", "power", "learning_rate", "adam_lr", "seed"]
 SHARES = {"10 %": 0, "20 %": 1, "40 %": 3, "60 %": 5, "80 %": 7, "100 %": 9}  # of the run: which tenth
 
@@ -29,7 +31,8 @@ def cpu_runs():
         evaluated = dict(re.findall(rf"^step:(\d+)/{of['max_iters']} val_loss:(\S+)", body, re.M))
         curve = [float(evaluated[str(int(of["max_iters"]) * tenth // 10)]) for tenth in range(1, 11)]
         power = 0.0 if of["optimizer"] == "muon" else float(of["power"])
-        cell = CELLS[of["batch_size"], of["max_iters"]] if of["schedule"] == "wsd" else "constant"
+        others = [f"{name} {of[name]}" for name, usual in USUAL.items() if of.get(name, usual) != usual]
+        cell = ", ".join([CELLS[of["batch_size"], of["max_iters"]], *others])
         yield [cell, of["dataset"], power, float(of["learning_rate"]), float(of["adam_lr"]), int(of["seed"]), curve]
 
 def mean_and_interval(values):
@@ -38,11 +41,28 @@ def mean_and_interval(values):
     half = stats.t.ppf(0.975, len(values) - 1) * values.std(0, ddof=1) / len(values)**0.5
     return values.mean(0), half
 
-def gains(curves, power, other):
-    """Losses of power less those of other, of the seeds that both have; a row a seed."""
-    both = curves.loc[[power]].droplevel("power").to_frame("a").join(
-        curves.loc[[other]].droplevel("power").rename("b"), how="inner")
-    return np.array(both.a.tolist()) - np.array(both.b.tolist())
+def saved(own, other, i):
+    """By what share of the updates up to tenth i the better of two curves was sooner at the other's loss there; below
+    0 where that is the other curve. Linear between tenths; at 60 % and later rather too little, for in a shorter run
+    the rate has decayed by then."""
+    better, worse = sorted((own, other), key=lambda curve: curve[i])
+    sooner = 1 - np.interp(-worse[i], -np.minimum.accumulate(better), np.arange(1, 11)) / (i + 1)
+    return sooner if better is own else -sooner
+
+def print_gain(curves, others, over):
+    """Losses of others less those of curves, both by seed, of the seeds that both have. Returns mean and half of the
+    interval at each tenth."""
+    both = curves.to_frame("own").join(others.rename("other"), how="inner")
+    gain = np.array(both.other.tolist()) - np.array(both.own.tolist())
+    mean, half = mean_and_interval(gain)
+    shares = ", ".join(f"{n} {mean[i]:+.4f} ± {half[i]:.4f}" for n, i in SHARES.items())
+    print(f"  gain over {over}: {shares}; at the end median {np.median(gain[:, -1]):+.4f}, "
+          f"ahead in {(gain[:, -1] > 0).sum()} of {len(gain)}")
+    shares = {name: i for name, i in SHARES.items() if i > 0}
+    sooner = [[100 * saved(own, other, i) for i in shares.values()] for own, other in zip(both.own, both.other)]
+    print("  updates saved:", ", ".join(f"{name} {mean:+.1f} ± {half:.1f} %"
+                                        for name, mean, half in zip(shares, *mean_and_interval(sooner))))
+    return mean, half
 
 gpu, cpu = (pd.DataFrame(runs, columns=RUN + ["curve"]) for runs in (gpu_runs(), cpu_runs()))
 of_seeds = gpu[(gpu.power == 0) & (gpu.seed < 100)]
@@ -54,11 +74,13 @@ print(f"{len(same)} runs were made on both: final losses differ by {apart.mean()
       f"pysrc {spread['pysrc']:.4f}, english {spread['english']:.4f}")
 
 runs = pd.concat([gpu, cpu]).drop_duplicates(RUN)
-figure = Figure((6, 3.2), layout="constrained")
-axes = figure.subplots()
+figure = Figure((10, 3.4), layout="constrained")
+panels = dict(zip(("20 %", "100 %"), figure.subplots(1, 2)))
+shift = iter(np.arange(-0.03, 0.04, 0.01))  # of a cell's marks, so that none hides another
+usual = {}  # runs of the cell without other settings, by corpus
 for (cell, dataset), group in runs.groupby(["cell", "dataset"]):
     print(f"\n## {cell}, {dataset}")
-    if cell == "constant":  # few runs: each is shown
+    if "schedule" in cell:  # few runs: each is shown
         for (power, *rates), few in group.sort_values("seed").groupby(RUN[2:5]):
             ends = (f"seed {seed} {curve[-1]:.4f}" for seed, curve in few[["seed", "curve"]].values)
             print(f"power {power:g}, learning_rate and adam_lr {rates}:", ", ".join(ends))
@@ -74,25 +96,31 @@ for (cell, dataset), group in runs.groupby(["cell", "dataset"]):
     chosen = later[sizes == sizes.groupby(later.power).transform("max")]  # the CPU's search chose others
     chosen = chosen.set_index(["power", "seed"]).curve
     assert chosen.index.is_unique
-    line = {0.0: (0.0, 0.0)}
+    line = {0.0: np.zeros((2, 10))}
     for power, curves in chosen.groupby("power"):
         if len(curves) < 4:
             continue
         mean, half = mean_and_interval(curves.tolist())
         print(f"\npower {power:g}, {len(curves)} seeds:", ", ".join(f"{n} {mean[i]:.4f}" for n, i in SHARES.items()),
               f"± {half[-1]:.4f}\n  finals:", *(f"{final:.3f}" for final in sorted(curve[-1] for curve in curves)))
-        for other in [other for other in (0.0, 0.5) if other < power]:
-            gain = gains(chosen, other, power)
-            mean, half = mean_and_interval(gain)
-            if other == 0:
-                line[power] = mean[-1], half[-1]
-            shares = ", ".join(f"{n} {mean[i]:+.4f} ± {half[i]:.4f}" for n, i in SHARES.items())
-            print(f"  gain over power {other:g}: {shares}; at the end median {np.median(gain[:, -1]):+.4f}, "
-                  f"ahead in {(gain[:, -1] > 0).sum()} of {len(gain)}")
-    if cell == "short":
-        means, halves = zip(*line.values())
-        axes.errorbar(list(line), means, halves, marker="o", capsize=3, label=dataset)
-axes.axhline(0, color="black", linewidth=0.8)
-axes.set(xlabel="power", ylabel="gain over muon, nats per byte")
-axes.legend()
+        for other in [other for other in (0.0, 0.5) if other < power and other in chosen]:
+            gain = print_gain(curves.droplevel("power"), chosen[other], f"power {other:g}")
+            line.setdefault(power, gain)  # over power 0, which comes first
+        if "weight_decay" in cell or "ns_steps" in cell:
+            for other in dict.fromkeys((0.0, power)):
+                print_gain(curves.droplevel("power"), usual[dataset][other], f"large, power {other:g}")
+    if cell == "large":
+        usual[dataset] = chosen
+    if 0.0 in chosen and len(line) > 1 and "weight_decay" not in cell:
+        at = np.array(list(line)) + next(shift)
+        size, *rest = cell.split(", ")
+        name = ", ".join([TOKENS[size], *rest]).replace("n_ffn 352", "Llama").replace("schedule constant", "no decay")
+        for share, axes in panels.items():
+            means, halves = np.array(list(line.values()))[:, :, SHARES[share]].T
+            axes.errorbar(at, means, halves, marker="o", capsize=3, label=f"{dataset}, {name}")
+for share, axes in panels.items():
+    axes.axhline(0, color="black", linewidth=0.8)
+    axes.set(xlabel="power", title=f"at {share} of the run")
+panels["20 %"].set_ylabel("gain over muon, nats per byte")
+figure.legend(*axes.get_legend_handles_labels(), loc="outside right center", frameon=False)
 figure.savefig(HERE / "line.png", dpi=70)
