@@ -73,7 +73,7 @@ def tuned(pool: ThreadPoolExecutor, cell: str, power: float, start: tuple[float,
 CELLS = {  # flags of a cell: where the searches start, by power; last the one that many.py ran on a GPU
     "--dataset={} --batch_size=64 --max_iters=1600 --eval_interval=160": {0: (0.005, 0.01), 0.5: (0.005, 0.01),
                                                                           1: (0.005, 0.01)},
-    "--dataset={} --batch_size=16 --max_iters=6400 --eval_interval=640": {0: (0.0018, 0.01), 0.5: (0.0018, 0.01),
+    "--dataset={} --batch_size=16 --max_iters=6400 --eval_interval=640": {0: (0.0018, 0.01), 0.5: (0.0018, 0.005),
                                                                           1: (0.0018, 0.005)},
     "--dataset={} --batch_size=16 --max_iters=1600 --eval_interval=160": {0: (0.005, 0.02), 0.5: (0.005, 0.02),
                                                                           1: (0.007, 0.01)},
