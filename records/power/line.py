@@ -77,7 +77,6 @@ runs = pd.concat([gpu, cpu]).drop_duplicates(RUN)
 figure = Figure((10, 3.4), layout="constrained")
 panels = dict(zip(("20 %", "100 %"), figure.subplots(1, 2)))
 shift = iter(np.arange(-0.03, 0.04, 0.01))  # of a cell's marks, so that none hides another
-usual = {}  # runs of the cell without other settings, by corpus
 for (cell, dataset), group in runs.groupby(["cell", "dataset"]):
     print(f"\n## {cell}, {dataset}")
     if "schedule" in cell:  # few runs: each is shown
@@ -103,15 +102,10 @@ for (cell, dataset), group in runs.groupby(["cell", "dataset"]):
         mean, half = mean_and_interval(curves.tolist())
         print(f"\npower {power:g}, {len(curves)} seeds:", ", ".join(f"{n} {mean[i]:.4f}" for n, i in SHARES.items()),
               f"± {half[-1]:.4f}\n  finals:", *(f"{final:.3f}" for final in sorted(curve[-1] for curve in curves)))
-        for other in [other for other in (0.0, 0.5) if other < power and other in chosen]:
+        for other in [other for other in (0.0, 0.25, 0.5) if other < power and other in chosen]:
             gain = print_gain(curves.droplevel("power"), chosen[other], f"power {other:g}")
             line.setdefault(power, gain)  # over power 0, which comes first
-        if "weight_decay" in cell or "ns_steps" in cell:
-            for other in dict.fromkeys((0.0, power)):
-                print_gain(curves.droplevel("power"), usual[dataset][other], f"large, power {other:g}")
-    if cell == "large":
-        usual[dataset] = chosen
-    if 0.0 in chosen and len(line) > 1 and "weight_decay" not in cell:
+    if len(line) > 1:
         at = np.array(list(line)) + next(shift)
         size, *rest = cell.split(", ")
         name = ", ".join([TOKENS[size], *rest]).replace("n_ffn 352", "Llama").replace("schedule constant", "no decay")
