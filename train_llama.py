@@ -482,8 +482,11 @@ def from_rank_0(value):
     return box[0]
 
 def find_checkpoint():
-    """This run's newest checkpoint that is not damaged, or None. Rank 0 chooses for all."""
-    own = newest_first() if resume == "auto" or (resume and not eval_only) else []
+    """Where to begin: this run's newest checkpoint that is not damaged, chosen by rank 0 for all, or that of
+    --resume=PATH, or None."""
+    if resume != "auto":
+        return resume or None
+    own = newest_first()
     chosen = from_rank_0(next(filter(is_whole, own), None) if rank == 0 else None)
     if (own and not chosen) or (chosen and not chosen.exists()):
         sys.exit("found no checkpoint that is whole and seen by all ranks; nodes of a run must share them; "
@@ -492,10 +495,10 @@ def find_checkpoint():
 
 def changes(saved, facts):
     """What of these facts a checkpoint has otherwise, but for what a start may choose for itself."""
-    own = "resume", "run_name", "init_from", "eval_only", "micro_batch_size"
+    free = "resume", "run_name", "init_from", "eval_only", "micro_batch_size"
     changed = ["code"] if saved["code"] != SOURCES else []
     changed += [f"{name}={value}" for name, value in settings().items()
-                if name not in own and saved["globals"].get(name) != value]
+                if name not in free and saved["globals"].get(name) != value]
     changed += [name for name in ("data", "val_data") if saved[name] != facts[name]]
     return ",".join(changed) or "nothing"
 
@@ -572,7 +575,7 @@ def open_log(path, model):
         import wandb as client  # the name wandb is the flag
         tracker = client.init(project=wandb, name=path.stem, config=settings())
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = open(path, "a" if resume else "x", encoding="utf-8", buffering=1)  # line by line
+    file = open(path, "a" if resume == "auto" else "x", encoding="utf-8", buffering=1)  # line by line
     if file.tell() == 0:
         environment = dict(torch=torch.__version__, hardware=hardware(), world_size=world,
                            started=time.ctime(), parameters=sum(p.numel() for p in model.parameters()))
@@ -665,19 +668,15 @@ def main(argv):
     if shards.vocab != val_shards.vocab:
         sys.exit(f"found {shards.vocab} ids to train on, {val_shards.vocab} to validate; use one tokenizer")
     log_file = Path("logs", f"{run_name}.txt")
-    goes_on = resume == "auto" or (resume and newest_first())
     for file in [log_file, *newest_first()]:
-        if file.exists() and not (goes_on or eval_only):
+        if file.exists() and resume != "auto" and not eval_only:
             sys.exit(f"{file} exists; give another --run_name, or, if it has ended and saved, --resume=auto")
     init_ranks()
     facts = dict(script=Path(__file__).name, code=SOURCES, globals=settings(), data=shards.contents,
                  val_data=val_shards.contents, vocab=shards.vocab, eot=shards.eot)
     if facts != from_rank_0(facts):
         sys.exit(f"rank {rank} has other settings, data or code than rank 0; nodes of a run need the same")
-    # A run goes on from its own newest checkpoint or, if it has none yet, begins from that of --resume=PATH,
-    # from the weights of --init_from, or anew.
-    own = find_checkpoint()
-    path = own or ("" if resume == "auto" else resume)
+    path = find_checkpoint()
     if eval_only and not path and not init_from:
         sys.exit("found no checkpoint to evaluate; give --resume or --init_from")
 
@@ -690,8 +689,6 @@ def main(argv):
             sys.exit(f"{path or init_from} is of a tokenizer of {saved['vocab']} ids, not {shards.vocab}")
     step, train_time = (saved["step"], saved["train_time"]) if path else (0, 0.0)
     changed = changes(saved, facts)
-    if own and resume != "auto" and (changed != "nothing" or resume != saved["globals"]["resume"]):
-        sys.exit(f"{own} is of other settings or another --resume; give another --run_name, or --resume=auto")
     if eval_only:
         val_loss, val_acc = evaluate(model, val_shards)
         if rank == 0:
@@ -700,7 +697,7 @@ def main(argv):
 
     log = lambda *_: None
     if rank == 0:
-        if log_file.exists() and not own:  # of a start that saved nothing
+        if log_file.exists() and not path:  # of a start that saved nothing
             log_file.rename(f"{log_file}.{time.time_ns()}")
         log = open_log(log_file, model)
     if resume or init_from:

@@ -131,8 +131,8 @@ def others(pool: ThreadPoolExecutor, found: dict) -> None:
     best = found[cell, "pysrc"][1]
     demo = "--preset=demo --n_layer=4 --n_embd=256 --n_head=4 --block_size=256 --val_tokens=262144"
     demo_rates = {0: (RATES.index(0.005), 0.02), best: (RATES.index(0.005), 0.01), 1: (RATES.index(0.005), 0.01)}
-    seeds(pool, f"{demo} --max_iters=600", demo_rates, 4)
-    seeds(pool, f"{demo} --max_iters=2400", {power: demo_rates[power] for power in (0, best)}, 2)
+    seeds(pool, f"{demo} --max_iters=600 --eval_interval=60", demo_rates, 4)
+    seeds(pool, f"{demo} --max_iters=2400 --eval_interval=240", {power: demo_rates[power] for power in (0, best)}, 2)
 
     english = cell.format("english-gpt2")
     arms = all_tuned(pool, english, dict.fromkeys((0, best, 1), (0.005, 0.01)))
