@@ -10,7 +10,7 @@ Every hyperparameter is a global below: edit it, or pass --name=value. A preset 
 The last line is "final val_loss:...". Shapes: B sequences at a time, T tokens, D width, H heads, K width
 of a head, V vocabulary.
 """
-import argparse, contextlib, datetime, functools, math, os, re, resource, shutil, signal, sys, time, zipfile
+import argparse, contextlib, datetime, functools, math, os, re, resource, shutil, signal, sys, time, zipfile, zlib
 from collections import Counter
 from pathlib import Path
 
@@ -129,13 +129,14 @@ def configure(argv):
     flags = vars(parser.parse_args(argv))
 
     globals().update(flags)  # at once, as preset and optimizer may be among them
-    overrides = PRESETS[preset] | PRESETS.get(f"{preset}/{optimizer}", {})
+    rule = flags.get("optimizer", PRESETS[preset].get("optimizer", optimizer))
+    overrides = PRESETS[preset] | PRESETS.get(f"{preset}/{rule}", {})
     if "dataset" in flags:
         overrides.pop("val_dataset", None)  # it belongs to the preset's dataset
-    overrides = {name: x for name, x in overrides.items() if name not in flags}
-    globals().update(overrides)
+    overrides = [f"--{name}={x}" for name, x in overrides.items() if name not in flags]
+    globals().update(vars(parser.parse_args(overrides)))  # which knows names and types
     if overrides and rank == 0:
-        print("set by PRESETS:", *(f"--{name}={x}" for name, x in overrides.items()), file=sys.stderr)
+        print("set by PRESETS:", *overrides, file=sys.stderr)
     if "help" in flags:
         comments = dict(re.findall(r"^(\w+) = .*?# (.+)$", SOURCES[0], re.M))
         sys.stdout.reconfigure(errors="replace")  # for terminals without Greek letters
@@ -171,8 +172,9 @@ class Shards:
 
     def __init__(self, name, split):
         self.folder = Path("data", name)
-        self.files = sorted(self.folder.glob(f"*_{split}*.bin"))
-        datasets = {file.name.partition(f"_{split}")[0] for file in self.files}
+        match = re.compile(rf"(.+)_{split}[_\d]*\.bin").fullmatch
+        self.files = sorted(file for file in self.folder.glob("*.bin") if match(file.name))
+        datasets = {match(file.name)[1] for file in self.files}
         if len(datasets) != 1:
             sys.exit(f"{self.folder} has {sorted(datasets) or 'no'} {split} shards, expected one dataset's; "
                      "how to make them: python prepare.py --help")
@@ -181,6 +183,7 @@ class Shards:
             header = np.fromfile(file, np.int32, 256).tolist()
             if header[:2] != [20240520, 1] or file.stat().st_size != 1024 + 2 * header[2]:
                 sys.exit(f"{file} is damaged or no shard of 16-bit ids; run: python prepare.py verify {name}")
+            header[5] = header[5] or zlib.crc32(np.fromfile(file, np.uint16, 2**16, offset=1024))  # others'
             self.contents.append(header[2:6])  # tokens, vocabulary, end of text, checksum
             counts.append(max(0, header[2] - 1) // block_size)
         self.vocab, self.eot = header[3:5] if header[3] else (50257, 50256)  # others' shards have GPT-2's
@@ -267,11 +270,14 @@ class Model(nn.Module):
             x_BTD, T = self.embed(tokens_BT), tokens_BT.size(1)
             for block in self.blocks:
                 x_BTD = block(x_BTD, self.cos[:T], self.sin[:T])
-            return self.head(self.norm(x_BTD)) if targets_BT is None else self.loss(x_BTD, targets_BT)
+            return self.logits(x_BTD) if targets_BT is None else self.loss(x_BTD, targets_BT)
+
+    def logits(self, x_BTD):
+        return self.head(self.norm(x_BTD))
 
     def loss(self, x_BTD, targets_BT):
         """Compiled as one graph, so that bf16 logits get no copy in fp32."""
-        return F.cross_entropy(self.head(self.norm(x_BTD)).flatten(0, 1).float(), targets_BT.flatten())
+        return F.cross_entropy(self.logits(x_BTD).flatten(0, 1).float(), targets_BT.flatten())
 
 # ---- Initialisation, optimizers, schedule ------------------------------------------------------------------
 def init_weights(model):

@@ -114,6 +114,15 @@ def test_shards_of_others_and_of_more_than_2_30_tokens():
     shards = fresh(block_size=16).Shards("theirs", "train")
     assert (shards.vocab, shards.eot, shards.n_windows) == (50257, 50256, (2**30 + 49) // 16)
     assert shards.read([shards.n_windows - 1])[0].tolist() == [[0] * 16]
+    write_shard("data/theirs/fineweb_train_000001.bin", [50256, 7, 50254], ours=False)
+    assert fresh(block_size=16).Shards("theirs", "train").contents != shards.contents  # though they lack checksums
+
+def test_a_dataset_may_have_a_split_in_its_name():
+    files = {split: f"my_train_text_{split}_000001.bin" for split in ("train", "val")}
+    for file in files.values():
+        write_shard(f"data/my_train_text/{file}", range(99))
+    for split, file in files.items():
+        assert [path.name for path in fresh(block_size=16).Shards("my_train_text", split).files] == [file]
 
 def test_more_shards_than_a_process_may_have_open_files():
     for n in range(200):
@@ -202,6 +211,8 @@ def test_validation_is_of_fixed_tokens_whatever_the_batch():
     x, y = shards.read(range(43))
     assert t.evaluate(model, shards)[0] == pytest.approx(model(x, y).item(), rel=1e-6)
     assert model(shards.read([])[0]).shape == (0, 16, 320)  # the last batch of a rank that has fewer than others
+    model.logits = lambda x_BTD: 0 * t.Model.logits(model, x_BTD)  # as a fork caps them
+    assert model(x, y).item() == pytest.approx(t.evaluate(model, shards)[0]) == math.log(320)
 
 def test_log_begins_with_its_source_and_has_the_speedruns_lines():
     train("run", eval_interval=4)
@@ -527,9 +538,10 @@ def test_help_lists_every_global_as_the_preset_has_it(monkeypatch):
     assert "--n_layer=12 " in told
 
 def test_presets_flags_and_their_order():
-    presets = {"demo": {}, "big": dict(n_layer=9, val_dataset="c4"), "big/muon": dict(n_layer=8, gamma=3.0)}
-    for words, expected in ((["--optimizer=muon", "--gamma=5"], (8, 5.0, "c4")),
-                            (["--dataset=mine", "--compile=False"], (9, 1000.0, ""))):
+    presets = {"demo": {}, "big": dict(n_layer=9, val_dataset="c4", optimizer="muon"), "big/muon-vs": dict(gamma=1.0),
+               "big/muon": dict(n_layer=8, gamma=3.0)}
+    for words, expected in (([], (8, 3.0, "c4")), (["--optimizer=muon", "--gamma=5"], (8, 5.0, "c4")),
+                            (["--dataset=mine", "--optimizer=adamw"], (9, 1000.0, ""))):
         t = fresh(PRESETS=presets, CHOICES={})
         t.configure(["--preset=big", *words])
         assert (t.n_layer, t.gamma, t.val_dataset) == expected
@@ -539,9 +551,12 @@ def test_what_a_preset_sets_over_an_edited_global_is_said(capsys):
     t.configure(["--optimizer=adamw", "--adam_lr=0.5"])
     assert capsys.readouterr().err == "set by PRESETS: --learning_rate=0.003\n" and t.adam_lr == 0.5
 
-def test_an_edited_global_is_checked_as_a_flag_is(capsys):
-    pytest.raises(SystemExit, fresh(dtype="float16").configure, [])
-    assert "found float16, expected one of ['auto'" in capsys.readouterr().err
+def test_an_edited_global_or_preset_is_checked_as_a_flag_is(capsys):
+    for edit, told in ((dict(dtype="float16"), "found float16, expected one of ['auto'"),
+                       (dict(PRESETS={"demo": dict(warmup_iter=0)}), "unrecognized arguments: --warmup_iter=0"),
+                       (dict(PRESETS={"demo": dict(compile="flase")}), "invalid boolean value: 'flase'")):
+        pytest.raises(SystemExit, fresh(**edit).configure, [])
+        assert told in capsys.readouterr().err
 
 MUON = """
 import torch, optim
