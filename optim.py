@@ -193,9 +193,10 @@ class Muon(torch.optim.Optimizer):
     state_dtype: None for fp32, or fp64 for fp64; in bf16 averages with β above 0.996 stall.
     compile: False does without a compiler, as DTensors and batches on a CPU always do.
 
-    The ranks of process_group, None for all, must have the same gradients. Each keeps the state of
-    its share of the matrices, updates and broadcasts them: all end with the same bits. Of 12 like
-    matrices on 8 ranks, ranks 0 to 3 own two each, the others one; a step takes the time of two.
+    The ranks of process_group, None for all, must list the same matrices in the same order, have
+    the same gradients and step together. Each keeps the state of its share of the matrices, updates
+    and broadcasts them: all end with the same bits. Of 12 like matrices on 8 ranks, ranks 0 to 3
+    own two each, the others one; a step takes the time of two.
     DTensors and their state stay as placed; matrices move for Newton-Schulz alone, in ns_dtype."""
 
     def __init__(self, params, lr=1e-3, variant="muon-vs", momentum=0.95, weight_decay=0.1,
@@ -220,19 +221,26 @@ class Muon(torch.optim.Optimizer):
             self.param_groups.pop()
             raise ValueError("expected matrices (vectors are AdamW's), a split that divides rows, "
                              f"and names of {*VARIANTS, *UPDATE_SCALES}")
+
+    def _share(self):
+        """Gives new parameters an owner. Late, as wrappers may replace what they were made with."""
         ranks = dist.get_world_size(self.process_group) if dist.is_initialized() else 1
-        for p in sorted(group["params"], key=lambda p: -p.numel()):
-            if ranks > 1 and not isinstance(p, DTensor):
-                self.owners.setdefault(p, len(self.owners) % ranks)
+        for group in self.param_groups if ranks > 1 else []:
+            for p in sorted(group["params"], key=lambda p: -p.numel()):
+                if not isinstance(p, DTensor):
+                    self.owners.setdefault(p, len(self.owners) % ranks)
 
     @torch.no_grad()
     def step(self, closure=None):
         """Updates every parameter that has a gradient. Returns closure()'s loss."""
         with torch.enable_grad():
             loss = closure() if closure else None
+        self._share()
         for group in self.param_groups:
             alike = {}  # this rank's parameters, in lists of those that can be stacked
             for p in group["params"]:
+                if p.ndim < 2:
+                    raise ValueError("a matrix has become a vector, as under FSDP1; use FSDP2")
                 if p.grad is not None and self.owners.get(p, self.rank) == self.rank:
                     step = int(self._state(group, p)["step"])
                     layout = (p.device_mesh, p.placements) if isinstance(p, DTensor) else None
@@ -286,7 +294,7 @@ class Muon(torch.optim.Optimizer):
 
     def state_dict(self):
         """As torch's. RuntimeError on one rank of several, which has only its share."""
-        if self.owners.keys() & self.state.keys():
+        if self.owners:
             raise RuntimeError("a rank has its share of the state: call full_state_dict() on all")
         return super().state_dict()
 
@@ -310,6 +318,8 @@ class Muon(torch.optim.Optimizer):
             kept["variant"] = saved["variant"]  # KeyError: of another optimizer
             groups.append(own | saved | kept)  # older files lack some options
         super().load_state_dict({"state": {}, "param_groups": groups})  # it would cast the state
+        if state_dict["state"]:
+            self._share()
         for group, saved in zip(self.param_groups, groups):
             for p, i in zip(group["params"], saved["params"]):
                 if self.owners.get(p, self.rank) != self.rank:

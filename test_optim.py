@@ -422,9 +422,10 @@ def ranks_worker(rank, world, folder):
         runs_like(alone, *copy.deepcopy(build(variant, half)), start=15)  # a copy knows its rank and share
         params, opt = build(variant)
         assert not opt.state_dict()["state"]  # as wrappers ask before the first step
-        half = run(opt, params, 15)
+        opt.step()  # from now on, though all are frozen
         with pytest.raises(RuntimeError, match="full_state_dict"):
             opt.state_dict()
+        half = run(opt, params, 15)
         saved = opt.full_state_dict()
         runs_like(alone, params, opt, start=15)
         everyone = [None] * world
