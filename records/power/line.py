@@ -15,6 +15,7 @@ HERE = Path(__file__).resolve().parent
 CELLS = {("16", "1600"): "short", ("64", "1600"): "large", ("16", "6400"): "long", ("16", "600"): "demo"}
 TOKENS = {"short": "3.28 M tokens", "large": "13.1 M", "long": "13.1 M, batch 16", "demo": "2.46 M, the demo"}
 USUAL = dict(schedule="wsd", weight_decay="0.1", ns_steps="5", n_ffn="")  # other settings are named; n_ffn: a Llama
+FALLS = dict(cut="power 0 from 40 % on", fall="power falls with the rate")  # by script: train_cut.py, train_fall.py
 RUN = ["cell", "dataset", "power", "learning_rate", "adam_lr", "seed"]
 SHARES = {"10 %": 0, "20 %": 1, "40 %": 3, "60 %": 5, "80 %": 7, "100 %": 9}  # of the run: which tenth
 
@@ -32,6 +33,7 @@ def cpu_runs():
         curve = [float(evaluated[str(int(of["max_iters"]) * tenth // 10)]) for tenth in range(1, 11)]
         power = 0.0 if of["optimizer"] == "muon" else float(of["power"])
         others = [f"{name} {of[name]}" for name, usual in USUAL.items() if of.get(name, usual) != usual]
+        others += [how for script, how in FALLS.items() if member.name.startswith(f"logs/{script}-")]
         cell = ", ".join([CELLS[of["batch_size"], of["max_iters"]], *others])
         yield [cell, of["dataset"], power, float(of["learning_rate"]), float(of["adam_lr"]), int(of["seed"]), curve]
 
@@ -77,7 +79,7 @@ runs = pd.concat([gpu, cpu]).drop_duplicates(RUN)
 figure = Figure((10, 3.4), layout="constrained")
 panels = dict(zip(("20 %", "100 %"), figure.subplots(1, 2)))
 shift = iter(np.arange(-0.035, 0.04, 0.01))  # of a cell's marks, so that none hides another
-usual = {}  # of each dataset, the runs of "large" by power and seed
+usual = {}  # of each cell and dataset, the runs by power and seed
 for (cell, dataset), group in runs.groupby(["cell", "dataset"]):
     print(f"\n## {cell}, {dataset}")
     if "schedule" in cell:  # few runs: each is shown
@@ -96,8 +98,7 @@ for (cell, dataset), group in runs.groupby(["cell", "dataset"]):
     chosen = later[sizes == sizes.groupby(later.power).transform("max")]  # the CPU's search chose others
     chosen = chosen.set_index(["power", "seed"]).curve
     assert chosen.index.is_unique
-    if cell == "large":
-        usual[dataset] = chosen
+    usual[cell, dataset] = chosen
     line = {0.0: np.zeros((2, 10))}
     for power, curves in chosen.groupby("power"):
         if len(curves) < 4:
@@ -108,12 +109,13 @@ for (cell, dataset), group in runs.groupby(["cell", "dataset"]):
         for other in [other for other in (0.0, 0.25, 0.5) if other < power and other in chosen]:
             gain = print_gain(curves.droplevel("power"), chosen[other], f"power {other:g}")
             line.setdefault(power, gain)  # over power 0, which comes first
-        if "weight_decay" in cell or "ns_steps" in cell:
+        size, *rest = cell.split(", ")
+        if rest and "schedule" not in cell and "n_ffn" not in cell:
             for other in sorted({0.0, power}):
-                print_gain(curves.droplevel("power"), usual[dataset][other], f"power {other:g} of large, {dataset}")
+                over = f"power {other:g} of {size}, {dataset}"
+                print_gain(curves.droplevel("power"), usual[size, dataset][other], over)
     if len(line) > 1 and "weight_decay" not in cell:
         at = np.array(list(line)) + next(shift)
-        size, *rest = cell.split(", ")
         name = ", ".join([TOKENS[size], *rest]).replace("n_ffn 352", "Llama").replace("schedule constant", "no decay")
         for share, axes in panels.items():
             means, halves = np.array(list(line.values()))[:, :, SHARES[share]].T
