@@ -129,8 +129,7 @@ def configure(argv):
     flags = vars(parser.parse_args(argv))
 
     globals().update(flags)  # at once, as preset and optimizer may be among them
-    rule = flags.get("optimizer", PRESETS[preset].get("optimizer", optimizer))
-    overrides = PRESETS[preset] | PRESETS.get(f"{preset}/{rule}", {})
+    overrides = PRESETS[preset] | PRESETS.get(f"{preset}/{optimizer}", {})
     if "dataset" in flags:
         overrides.pop("val_dataset", None)  # it belongs to the preset's dataset
     overrides = [f"--{name}={x}" for name, x in overrides.items() if name not in flags]
