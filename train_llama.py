@@ -75,8 +75,8 @@ decay_frac = 0.6              # of max_iters
 min_lr_frac = 0.0             # of the peak, where cosine and wsd end
 # output
 log_interval = 4              # updates
-eval_interval = 95            # updates
-checkpoint_interval = 95      # updates; the last one is always saved
+eval_interval = 76            # updates
+checkpoint_interval = 76      # updates; the last one is always saved
 keep_checkpoints = 2          # newest ones; 0: all
 wandb = ""                    # project to log to; needs: pip install wandb
 # system

@@ -19,7 +19,8 @@ def save(script, **settings):
     for p in model.parameters():
         p.data = (torch.randn_like(p) * 0.3 + (p.ndim == 1)).to(getattr(torch, t.param_dtype))
     saved = dict(step=8, train_time=1.0, model=model.state_dict(), optimizer={}, script=Path(script).name,
-                 globals={name: getattr(t, name) for name in t.GLOBALS}, vocab=257, eot=256)
+                 globals={name: getattr(t, name) for name in t.GLOBALS}, vocab=257, eot=256,
+                 code=[Path(ROOT, script).read_text()])
     Path("checkpoints/run").mkdir(parents=True)
     torch.save(saved, "checkpoints/run/step_00000008.pt")
     Path("checkpoints/run/step_00000004.pt").write_text("written later, but not the newest")
@@ -97,6 +98,9 @@ def test_samples_of_a_model_that_someone_has_changed(tmp_path, monkeypatch, caps
     torch.save(saved, "checkpoints/run/step_00000012.pt")
     assert len(greedy(ours)) == 106
     assert sampled(capsys, "--temperature=0") == sampled(capsys, "--top_k=1") == greedy(ours).decode(errors="replace")
+    Path("train_fork.py").write_text(source + "#")
+    sample.main(["checkpoints/run", "--max_new_tokens=1"])
+    assert "saved by another train_fork.py; its model may differ" in capsys.readouterr().err
     check = "import sys, sample; sys.exit('transformers' in sys.modules)"
     subprocess.run([sys.executable, "-c", check], cwd=ROOT / "tools", check=True)
 

@@ -180,6 +180,11 @@ def test_what_a_resumed_run_does_again_counts(logs):
     assert killed.settings["lr"] == "0.01" and "resumed" not in killed.settings  # it saved nothing with 0.5
     (logs / "other.txt").write_text(other + tail)
     assert list(make()[0]) == ["muon lr=0.01", "muon-vs lr=0.01", "muon-vs lr=0.5 resumed=300"]
+    whats = "the code", "code,wandb=x", "val_data", "seed=2", "wandb=x"
+    for what, row in zip(whats, [*["300"] * 4, None], strict=True):
+        text = f"{head}resumed:step:300 world_size:2 changed:{what}\nstep:400{tail}"
+        run = report.Run("a", text)
+        assert (run.config.get("resumed"), run.facts["world_size"]) == (row, "2")
 
 def test_experiments_are_kept_apart_and_rows_named_by_what_differs(logs):
     (logs / "longer.txt").write_text(log(n_layer=64))
@@ -192,6 +197,14 @@ def test_experiments_are_kept_apart_and_rows_named_by_what_differs(logs):
     assert "code=2: 1 logs, as logs/fork.txt" in open("report/report.md").read()
     found = [path.name for path in logs.parent.glob("report/*")]
     assert {"gpt-curves.png", "gpt-sweep-gamma.png", "gpt-2-curves.png"} < set(found)
+
+def test_what_would_mislead_is_told(logs):
+    (logs / "fewer.txt").write_text(log(seed=4, final=0.5, learning_rate=0.02))
+    (logs / "begun-late.txt").write_text("#" + re.sub("step:[01]0?0?/.*\n", "", log("muon2")))
+    row = make()[0]["muon2 lr=0.01"]
+    assert (row["20%"], row["40%"]) == ("–", "2.0000")
+    text = open("report/report.md").read()
+    assert "muon lr=0.02 has a lower mean than muon lr=0.01, but fewer seeds" in text and "code=2: 7 logs" in text
 
 def test_modded_nanogpt_and_archives(logs):
     for i, (folder, end) in enumerate([("base", 200), ("base", 200), ("early", 125)]):

@@ -103,8 +103,7 @@ def main() -> None:
     args.ours = args.ours or [""]
     train = script(args.ours[0])
     train.configure(shlex.split(args.ours[0]))
-    if train.dtype == "auto":
-        train.dtype = str(train.optim.fast_dtype(train.device)).removeprefix("torch.")
+    train.init_ranks()  # which settles its dtype
 
     with tempfile.TemporaryDirectory() as temporary:
         rows = {}

@@ -23,12 +23,11 @@ try:
     import transformers
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 except ModuleNotFoundError as error:
-    sys.exit(f"package {error.name} is missing; run: pip install transformers sentencepiece")
+    sys.exit(f"package {error.name} is missing; run: pip install 'lm-eval[hf]==0.4.11' sentencepiece")
 
 transformers.logging.disable_progress_bar()
 
 # ---- Models ----------------------------------------------------------------------------------------------------------
-
 LLAMA = {  # part of a layer there: part of a block here
     "input_layernorm": "norm1", "post_attention_layernorm": "norm2", "self_attn.q_proj": "attn.q",
     "self_attn.k_proj": "attn.k", "self_attn.v_proj": "attn.v", "self_attn.o_proj": "attn.proj",
@@ -81,7 +80,6 @@ def convert(saved: dict, script, ours: torch.nn.Module):
     return theirs, worst
 
 # ---- Tokenizers ------------------------------------------------------------------------------------------------------
-
 def merges(tokens: list) -> list[tuple]:
     """All ways to make a token of two, first tokens first: the byte-pair encoding of tiktoken and sentencepiece."""
     known = set(tokens)
@@ -124,7 +122,6 @@ def build_tokenizer(saved: dict, file: Path | None = None) -> transformers.PreTr
         model_max_length=saved["globals"]["block_size"], clean_up_tokenization_spaces=False)
 
 # ---- Main ------------------------------------------------------------------------------------------------------------
-
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, help="checkpoints/RUN, or a step_N.pt of it")

@@ -33,7 +33,6 @@ ZEROSHOT = {"arc_easy": "acc_norm", "hellaswag": "acc_norm", "lambada_openai": "
             "record": "f1", "sglue_rte": "acc", "truthfulqa_mc1": "acc", "truthfulqa_mc2": "acc", "winogrande": "acc"}
 
 # ---- Logs ------------------------------------------------------------------------------------------------------------
-
 class Run:
     """A log of train_gpt.py, train_llama.py or modded-nanogpt. points: a row for each logged update, with val_loss,
     val_acc, train_loss, train_time (s); last: the last with val_loss. final: figures of the final line. config: the
@@ -64,7 +63,9 @@ class Run:
                 points = {k: point for k, point in points.items() if k <= step}
                 settings = {k: held for k, held in settings.items() if k < step}  # what the checkpoint was made with
                 changed = dict(re.findall(r"(\w+)=(.*?)(?:\.0)?(?=,\w+=|,[\w ]*data|$)", line))
-                changed = changed | {"resumed": str(step)} if changed.keys() - RUN_SETTINGS else {}
+                other = re.search(r"[:,](the )?(code|(val_)?data|seed=[^,]*)(,|$)", line)
+                changed = changed | {"resumed": str(step)} if other or changed.keys() - RUN_SETTINGS else {}
+                self.facts |= dict(re.findall(r"(world_size):(\d+)", line))
                 settings[step] = self.settings = settings[max(settings)] | changed
             elif self.final:
                 continue  # the sample is any text
@@ -104,8 +105,8 @@ def read_logs(paths: list[str], only: str = "", by_code: bool = False) -> tuple[
     runs, repeats, codes = {}, [], {}
     logs = [Run(name, text) for name, text in found.drop_duplicates().items()]
     for run in sorted(logs, key=lambda run: pd.Timestamp(run.facts.get("started", 0))):  # where alike, by name
+        codes.setdefault(run.source, []).append(run.name)
         if by_code or not run.ours:
-            codes.setdefault(run.source, []).append(run.name)
             run.config["code"] = str(list(codes).index(run.source) + 1)
         same = str([sorted(run.config.items()), run.seed])
         if run.problem:
@@ -117,7 +118,6 @@ def read_logs(paths: list[str], only: str = "", by_code: bool = False) -> tuple[
     return sorted(runs.values(), key=lambda run: run.name), repeats, notes
 
 # ---- Experiments and their rows --------------------------------------------------------------------------------------
-
 class Row:
     """An optimizer at one setting. `runs`: seed -> run; `end`: seed -> figures; `final`: -> validation loss."""
 
@@ -164,6 +164,8 @@ class Experiment:
                 row.label = " ".join([row.optimizer, *shown])
             tuned = [row for row in peers if row in self.tuning]
             best = min(tuned or peers, key=lambda row: (-len(row.final), row.final.mean()))
+            fewer = [row.label for row in peers if not tuned and row.final.mean() < best.final.mean()]
+            self.notes += [f"{label} has a lower mean than {best.label}, but fewer seeds" for label in fewer]
             self.best |= {row.optimizer: row for row in peers if row.label == best.label and row not in tuned}
             chosen = f"{best.label}, best at seed {tuned_on}, "
             self.notes += [chosen + "has no other seed"] * (best.optimizer not in self.best)
@@ -194,7 +196,6 @@ def describe(runs: list[Run]) -> str:
     return "\n".join(["", "- " + (" ".join(shared) or "settings: those of the logs' sources"), *lines, ""])
 
 # ---- Statistics and tables -------------------------------------------------------------------------------------------
-
 def interval(x) -> tuple[float, float]:
     """Mean and half-width of its two-sided 95 % Student-t interval, nan for fewer than two values."""
     x = pd.Series(x, dtype=float)
@@ -236,7 +237,7 @@ def tables(e: Experiment, names: list[str], clock: bool) -> list[str]:
     losses, pairs, costs, base = [], [], [], e.base
     for row in e.rows:
         label, (_, loss) = {"": row.label}, row.curve("validation loss")
-        at = np.transpose([np.interp(SHARES * loss.index[-1], loss.index, loss[seed]) for seed in loss])
+        at = np.transpose([np.interp(SHARES * loss.index[-1], loss.index, loss[seed], math.nan) for seed in loss])
         losses.append(label | {"seeds": len(row.final)} | {f"{s:.0%}": number(x) for s, x in zip(SHARES, at)})
         losses[-1] |= {"PPL": number(np.exp(row.final.mean()), 3), "accuracy": number(row.end["val_acc"])}
         if base and row is not base:
@@ -249,8 +250,8 @@ def tables(e: Experiment, names: list[str], clock: bool) -> list[str]:
             excess = 100 * (ms / update_ms(base) - 1).dropna() if base else []
             costs[-1] |= {"ms an update, 11 to 210": number(ms, 2), "excess time (%)": number(excess, 1, "+"),
                           "thousand tokens/s": number((e.batch * e.context or math.nan) / ms, 1)}
-    out = [markdown("Validation loss at shares of the updates, mean ± half-width of the 95 % Student-t interval over "
-                    "seeds; perplexity, exp of the last mean, and next-token accuracy at the end.", losses)]
+    out = [markdown("Validation loss at shares of the updates, linear between evaluations, mean ± half-width of the "
+                    "95 % Student-t interval over seeds; perplexity, exp of the last mean, and accuracy at the end.", losses)]
     if pairs:
         out.append(markdown(f"Δ: final loss of {base.label} less the row's; p: two-sided t-test, uncorrected.", pairs))
         out += [speedups(e, name, axis) for name in names if "loss" in name for axis in [False, True][:1 + clock]]
@@ -264,7 +265,7 @@ def rates(rows: list[Row]) -> str:
 def speedups(e: Experiment, name: str, clock: bool) -> str:
     """How many times sooner the rows are at the losses that the baseline has at SHARES of its updates."""
     base_x, base_loss = (part.assign(mean=part.mean(axis=1)) for part in e.base.curve(name, clock))
-    targets, lines = {s: np.interp(SHARES * loss.index[-1], loss.index, loss) for s, loss in base_loss.items()}, []
+    lines, targets = [], {s: np.interp(SHARES * y.index[-1], y.index, y, math.nan) for s, y in base_loss.items()}
     for row in [row for row in e.rows if row is not e.base]:
         x, loss = (part.assign(mean=part.mean(axis=1)) for part in row.curve(name, clock))
         times = [[reach(base_x[s], base_loss[s], y) / (reach(x[s], loss[s], y) or math.nan) for y in targets[s]]
@@ -326,7 +327,6 @@ def zeroshot(specs: list[str]) -> str:
     return markdown("Zero-shot scores, %", scores.map(lambda x: number(x, 2)).reset_index(names="").to_dict("records"))
 
 # ---- Figures ---------------------------------------------------------------------------------------------------------
-
 def plot(path: Path, panels: list[tuple[dict, dict]], columns: int, marker: str = "") -> list[str]:
     """A figure; its line of the report. panels: settings of axes; name of a line -> points (x, mean, half-width)."""
     rows = len(panels) // columns

@@ -26,6 +26,8 @@ def load_checkpoint(path: Path, device: str = "cpu"):
         sys.exit(f"cannot read {file} ({error!r:.120}); give checkpoints/RUN or a step_N.pt of it")
     if not source.is_file():
         sys.exit(f"{file} was saved by {source.name}, which is not in {ROOT}; put it there")
+    if saved["code"][0] != source.read_text(encoding="utf-8"):
+        print(f"{file} was saved by another {source.name}; its model may differ", file=sys.stderr)
     script = importlib.import_module(source.stem)
     vars(script).update(saved["globals"], device=device, dtype="float32")  # its functions read them
     model = script.Model(len(saved["model"]["embed.weight"])).to(device)

@@ -4,8 +4,9 @@ Runs a grid of settings over a train script; the same command skips what is fini
     python tools/sweep.py train_gpt.py --optimizer=muon,muon-vs --learning_rate=0.005,0.01 --seed=1..4 --jobs=2
 
 Every --name=value goes to the script; lists a,b and ranges 1..4 are the axes, (a,b) is one value. A run is named by
-what varies and by what NAMED lists, in the order given: gpt-muon-vs-lr0.005-seed1. --repeat=2 only names it. What it
-prints stands in logs/RUN.out until it succeeds. Each of several jobs has its share of the cores and one GPU.
+what varies and by what NAMED lists, in the order given: gpt-muon-vs-lr0.005-seed1; other flags are in no name, so
+change them in another folder. --repeat=2 only names a run. What it prints stands in logs/RUN.out until it succeeds.
+Each of several jobs has its share of the cores and one GPU.
 """
 import argparse, itertools, os, re, signal, subprocess, sys, time
 from pathlib import Path
@@ -20,7 +21,7 @@ def parse(words: list[str], error) -> dict[str, list[str]]:
     for word in words:
         if not (match := re.fullmatch(r"--(\w+)=(.*)", word)) or match[1] in ("run_name", "resume"):
             error(f"found {word}, expected --name=value; --run_name and --resume are given by sweep.py")
-        axes[match[1]] = []
+        axes.setdefault(match[1], [])
         for value in re.split(r",(?![^(]*\))", re.sub(", +", ",", match[2])):  # at commas outside parentheses
             ends = re.fullmatch(r"(\d+)\.\.(\d+)", value)
             axes[match[1]] += map(str, range(int(ends[1]), int(ends[2]) + 1)) if ends else [value]
@@ -37,13 +38,15 @@ def grid(script: Path, axes: dict[str, list[str]]) -> dict[str, dict[str, str]]:
 
 def finished(log: Path, settings: dict[str, str], script: Path) -> bool:
     """Has the log a final line? Ends the program if it is of other settings."""
+    if not log.exists() and Path("checkpoints", log.stem).exists():
+        sys.exit(f"checkpoints/{log.stem} has no {log}; move it away too")
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     code, _, head, body = [*re.split(r"^={100}\n", text, maxsplit=3, flags=re.M), "", "", ""][:4]
     if code not in ("", script.read_text(encoding="utf-8")):
         print(f"{log} is of another {script}", file=sys.stderr)
     for name, value in settings.items():
         found = re.search(rf"^--{name}=(.*)$", head, re.M)
-        if found and plain(found[1]) != plain(value):
+        if found and value != "auto" and name != "micro_batch_size" and plain(found[1]) != plain(value):
             sys.exit(f"{log} is of --{name}={found[1]}, not {value}; move it and checkpoints/{log.stem} away")
     return re.search(r"^final ", body, re.M) is not None
 

@@ -29,8 +29,8 @@ def step(self, closure=None):
     if self.seen in AT:
         shares = defaultdict(list)
         for p, S in self.state.items():
-            M_tilde, variance, _ = optim.averages(p.grad, S, S["step"] + 1, 0.95, True)
-            proxy = M_tilde / (variance.sqrt() + 1e-8)
+            M_tilde, variance, _ = optim.averages(p.grad, S, S["step"] + 1, train_gpt.momentum, True)
+            proxy = M_tilde / (variance.sqrt() + train_gpt.muon_eps) ** train_gpt.power
             square = proxy.square()
             quiet = variance < 0.01 * variance.mean()
             largest = square.flatten().topk(square.numel() // 100).values
