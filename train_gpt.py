@@ -10,8 +10,7 @@ Every hyperparameter is a global below: edit it, or pass --name=value. A preset 
 The last line is "final val_loss:...". Shapes: B sequences at a time, T tokens, D width, H heads, K width
 of a head, V vocabulary.
 """
-import argparse, contextlib, datetime, functools, math, os, re, resource, shutil, signal, sys, time, zipfile, zlib
-from collections import Counter
+import argparse, contextlib, datetime, functools, math, os, re, resource, shutil, signal, sys, time, zipfile
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 import optim
 
-# ---- Globals and presets -----------------------------------------------------------------------------------
+# ---- Globals and presets ----
 preset = "demo"               # a key of PRESETS
 run_name = ""                 # of log and checkpoints; default: SCRIPT-PRESET-OPTIMIZER-seedSEED
 resume = ""                   # auto: go on from this run's newest checkpoint; PATH: begin from that one
@@ -94,7 +93,7 @@ PRESETS = {  # "NAME/OPTIMIZER" is applied after "NAME", the command line after 
        for name in ("adamuon", "normuon")},
 }
 
-# ---- Configuration -----------------------------------------------------------------------------------------
+# ---- Configuration ----
 SOURCES = [Path(file).read_text(encoding="utf-8") for file in (__file__, optim.__file__)]
 GLOBALS = [name for name, value in list(globals().items())
            if type(value) in (bool, int, float, str, tuple) and name[0] != "_"]
@@ -157,10 +156,9 @@ def configure(argv):
     micro_batch_size = micro_batch_size or max(1, batch_size // world)
     if batch_size % (micro_batch_size * world):
         parser.error(f"--batch_size={batch_size}: no multiple of {world} x {micro_batch_size=}")
-    default = f"{Path(__file__).stem}-{preset}-{optimizer}-seed{seed}"
-    run_name = os.path.normpath(run_name or default)
+    run_name = os.path.normpath(run_name or f"{Path(__file__).stem}-{preset}-{optimizer}-seed{seed}")
 
-# ---- Data loader -------------------------------------------------------------------------------------------
+# ---- Data loader ----
 @functools.lru_cache(2)  # a batch may span two epochs
 def permutation(n, seed, epoch):
     return np.random.default_rng((seed, epoch)).permutation(n)
@@ -182,7 +180,7 @@ class Shards:
             header = np.fromfile(file, np.int32, 256).tolist()
             if header[:2] != [20240520, 1] or file.stat().st_size != 1024 + 2 * header[2]:
                 sys.exit(f"{file} is damaged or no shard of 16-bit ids; run: python prepare.py verify {name}")
-            header[5] = header[5] or zlib.crc32(np.fromfile(file, np.uint16, 2**16, offset=1024))  # others'
+            header[5] = header[5] or int(np.fromfile(file, np.uint16, 2**16, offset=1024).sum())  # others'
             self.contents.append(header[2:6])  # tokens, vocabulary, end of text, checksum
             counts.append(max(0, header[2] - 1) // block_size)
         self.vocab, self.eot = header[3:5] if header[3] else (50257, 50256)  # others' shards have GPT-2's
@@ -211,7 +209,7 @@ class Shards:
         places = [divmod(i, self.n_windows) for i in range(first, first + count)]
         return self.read([permutation(self.n_windows, seed, epoch)[place] for epoch, place in places])
 
-# ---- Model -------------------------------------------------------------------------------------------------
+# ---- Model ----
 def rotate(x_BHTK, cos, sin):
     """RoPE: turns the pairs (k, k + K/2) of each head; cos and sin are (T, K/2)."""
     a, b = x_BHTK.chunk(2, -1)
@@ -278,7 +276,7 @@ class Model(nn.Module):
         """Compiled as one graph, so that bf16 logits get no copy in fp32."""
         return F.cross_entropy(self.logits(x_BTD).flatten(0, 1).float(), targets_BT.flatten())
 
-# ---- Initialisation, optimizers, schedule ------------------------------------------------------------------
+# ---- Initialisation, optimizers, schedule ----
 def init_weights(model):
     """N(0, 0.02), into the residual stream N(0, 0.02 / √(2 n_layer)); gains stay 1."""
     for name, module in model.named_modules():
@@ -305,7 +303,7 @@ def build_optimizers(model):
             state_dtype=torch.bfloat16 if param_dtype == "bfloat16" else None, compile=compile))
     optimizers.append(torch.optim.AdamW(adam, betas=adam_betas, eps=adam_eps, fused=True))
     placed = [p for opt in optimizers for group in opt.param_groups for p in group["params"]]
-    assert Counter(placed) == Counter(model.parameters()), "a parameter is in no group, or in two"
+    assert sorted(map(id, placed)) == sorted(map(id, model.parameters())), "some in no group, or in two"
     return optimizers
 
 def lr_factor(step):
@@ -314,7 +312,7 @@ def lr_factor(step):
         return (step + 1) / warmup_iters
     left = 1.0  # constant
     if schedule == "cosine":
-        done = (step - warmup_iters) / max(1, max_iters - warmup_iters)
+        done = (step - warmup_iters) / (max_iters - warmup_iters)
         left = 0.5 * (1 + math.cos(math.pi * done))
     if schedule == "wsd":
         left = min(1.0, (max_iters - step) / max(1.0, decay_frac * max_iters))
@@ -353,7 +351,7 @@ def update(step, model, optimizers, shards):
         opt.zero_grad()
     return loss, norm
 
-# ---- Evaluation --------------------------------------------------------------------------------------------
+# ---- Evaluation ----
 def over_ranks(value, op=dist.ReduceOp.SUM):
     if world > 1:
         dist.all_reduce(value, op)
@@ -387,7 +385,7 @@ def mfu(model, tokens_per_s):
     flops = 6 * matrices + 12 * n_layer * n_embd * block_size
     return tokens_per_s * flops / (peaks[hardware()] * world) if hardware() in peaks else None
 
-# ---- Checkpoints -------------------------------------------------------------------------------------------
+# ---- Checkpoints ----
 def newest_first():
     return sorted(Path("checkpoints", run_name).glob(f"step_{8 * '[0-9]'}.pt"), reverse=True)
 
@@ -423,11 +421,10 @@ def save_checkpoint(model, optimizers, facts, step, train_time):
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    if keep_checkpoints:
-        # A newer file is a damaged one, which find_checkpoint() passed over.
-        written = [old for old in newest_first() if old <= path]
-        for old in written[keep_checkpoints:]:
-            old.unlink()
+    # A newer file is a damaged one, which find_checkpoint() passed over.
+    written = [old for old in newest_first() if old <= path]
+    for old in written[keep_checkpoints or len(written):]:
+        old.unlink()
 
 def read_checkpoint(path):
     if zipfile.ZipFile(path).testzip():  # torch.save writes checksums
@@ -446,13 +443,12 @@ def from_rank_0(value):
     return box[0]
 
 def find_checkpoint():
-    """Where to begin: this run's newest checkpoint that is not damaged, chosen by rank 0 for all, or that of
-    --resume=PATH, or None."""
+    """This run's newest checkpoint that is whole, chosen by rank 0 for all; or --resume=PATH; or None."""
     if resume != "auto":
         return resume or None
     own = newest_first()
     chosen = from_rank_0(next(filter(is_whole, own), None) if rank == 0 else None)
-    if (own and not chosen) or (chosen and not chosen.exists()):
+    if (own or chosen) and chosen not in own:
         sys.exit("found no checkpoint that is whole and seen by all ranks; nodes of a run must share them; "
                  "another start is another --run_name")
     return chosen
@@ -485,7 +481,7 @@ def load_checkpoint(path, model, optimizers=()):
     del saved["model"], saved["optimizer"]  # which are large
     return saved
 
-# ---- Main --------------------------------------------------------------------------------------------------
+# ---- Main ----
 def init_ranks():
     """Takes this rank's GPU, joins the other ranks, and settles `compile` and `dtype`."""
     global compile, dtype
@@ -507,8 +503,7 @@ def init_ranks():
         print("runs uncompiled, so slower, as there is no C++ compiler", file=sys.stderr)
         compile = False
     if dtype == "auto":
-        fast = param_dtype == "bfloat16" or optim.fast_dtype(device) == torch.bfloat16
-        dtype = "bfloat16" if fast else "float32"
+        dtype = str(optim.fast_dtype(device)).removeprefix("torch.")
 
 def build_model(vocab):
     torch.manual_seed(seed)
@@ -548,7 +543,6 @@ def open_log(path, model):
         file.write(("=" * 100 + "\n").join([*SOURCES, "".join(head), ""]))
 
     def log(line, figures={}, step=0):
-        figures = {name: x for name, x in figures.items() if x is not None}
         for name, x in figures.items():
             line += f" {name}:" + FORMATS.get(name, "{:.5f}").format(x)
         same = path.exists() and os.path.samefile(path, file.fileno())
@@ -586,8 +580,7 @@ def train(model, optimizers, shards, val_shards, facts, step, train_time, log):
             signal.signal(number, on_signal)
     parallel = model
     if world > 1 and not fsdp:
-        parallel = nn.parallel.DistributedDataParallel(
-            model, broadcast_buffers=False, gradient_as_bucket_view=True)
+        parallel = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     first_step, first_time = step, train_time
     recent = {}  # what the updates before this pause measured; none before the first
     while True:
@@ -596,8 +589,9 @@ def train(model, optimizers, shards, val_shards, facts, step, train_time, log):
         val_loss, val_acc = evaluate(model, val_shards) if evaluates else (None, None)
         step_avg = 1000 * (train_time - first_time) / max(1, step - first_step - 1)
         figures = dict(val_loss=val_loss, train_time=train_time, step_avg=step_avg, val_acc=val_acc, **recent)
+        figures = {name: x for name, x in figures.items() if x is not None}
         log(f"step:{step}/{max_iters}", figures, step)
-        if not all(math.isfinite(x) for x in figures.values() if x is not None):
+        if not all(map(math.isfinite, figures.values())):
             log(f"diverged: no finite loss or gradient at update {step}; try a lower --learning_rate")
             sys.exit(1)
         stop = over_ranks(torch.tensor(len(signals), device=device)) > 0
@@ -616,10 +610,9 @@ def train(model, optimizers, shards, val_shards, facts, step, train_time, log):
         while step < next_pause:
             loss, norm = update(step, parallel, optimizers, shards)
             step += 1
-        torch.get_device_module(device).synchronize()
-        seconds = time.perf_counter() - clock
         recent = dict(train_loss=float(over_ranks(loss) / world), grad_norm=float(norm),
                       lr=optimizers[0].param_groups[0]["lr"])  # of the matrices
+        seconds = time.perf_counter() - clock  # behind float(), which waits for a GPU
         if timed:
             train_time += seconds
             tokens_per_s = (first_sequence(step) - first_sequence(begin)) * block_size / seconds
@@ -641,16 +634,15 @@ def main(argv):
     if facts != from_rank_0(facts):
         sys.exit(f"rank {rank} has other settings, data or code than rank 0; nodes of a run need the same")
     path = find_checkpoint()
-    if eval_only and not path and not init_from:
+    source = path or init_from
+    if eval_only and not source:
         sys.exit("found no checkpoint to evaluate; give --resume or --init_from")
 
     model = build_model(shards.vocab)
     optimizers = [] if eval_only else build_optimizers(model)
-    saved = facts
-    if path or init_from:
-        saved = load_checkpoint(path or init_from, model, optimizers if path else [])
-        if saved["vocab"] != shards.vocab:
-            sys.exit(f"{path or init_from} is of a tokenizer of {saved['vocab']} ids, not {shards.vocab}")
+    saved = load_checkpoint(source, model, optimizers if path else []) if source else facts
+    if saved["vocab"] != shards.vocab:
+        sys.exit(f"{source} is of a tokenizer of {saved['vocab']} ids, not {shards.vocab}")
     step, train_time = (saved["step"], saved["train_time"]) if path else (0, 0.0)
     changed = changes(saved, facts)
     if eval_only:
@@ -659,11 +651,9 @@ def main(argv):
             print(f"val_loss:{val_loss:.5f} val_acc:{val_acc:.4f} changed:{changed}")
         return
 
-    log = lambda *_: None
-    if rank == 0:
-        if log_file.exists() and not path:  # of a start that saved nothing
-            log_file.rename(f"{log_file}.{time.time_ns()}")
-        log = open_log(log_file, model)
+    if rank == 0 and log_file.exists() and not path:  # of a start that saved nothing
+        log_file.rename(f"{log_file}.{time.time_ns()}")
+    log = open_log(log_file, model) if rank == 0 else lambda *_: None
     if resume or init_from:
         begun = "began" if init_from and not path else "resumed"
         log(f"{begun}:step:{step} world_size:{world} changed:{changed}")
