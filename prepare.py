@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-# ---- Sources on the Hub ----------------------------------------------------------------------------------------------
+# ---- Sources on the Hub ----
 # val: the numbers of the documents that validate; or (share, seed, documents) of datasets' train_test_split; or None,
 # where files hold ids and are named. count: split of --tokens. pair: has the split that is not here
 FINEWEB = dict(repo="HuggingFaceFW/fineweb", revision="9bb295ddab0e05d785b879661af7260fed5140fc", val=range(30_000))
@@ -47,7 +47,7 @@ def in_one_line(what, mend):
         mend = "save it as UTF-8, and the same command goes on" if isinstance(e, UnicodeDecodeError) else mend
         sys.exit(f"{what}: {type(e).__name__}: {' '.join(str(e).split())[:300]}; {mend}")
 
-# ---- Tokenizers ------------------------------------------------------------------------------------------------------
+# ---- Tokenizers ----
 TOKENIZERS = {"bytes": (257, 256), "gpt2": (50257, 50256), "llama2": (32000, 2)}  # vocabulary size, end-of-text id
 LLAMA2_SHA256 = "9e556afd44213b6bd1be2b850ebbbd98f5481437a8021afaf58ee7fb1818d347"
 
@@ -80,7 +80,7 @@ def load_tokenizer(name, file=None):
     return (lambda text, starts: np.array(llama2.encode(text) if starts else llama2.encode("\n" + text)[2:], "<u2"),
             llama2.decode)
 
-# ---- Reading ---------------------------------------------------------------------------------------------------------
+# ---- Reading ----
 def open_file(address):
     if address.startswith("hf://"):
         import huggingface_hub
@@ -187,7 +187,7 @@ def read_ids(address, val, vocab):
                 raise ValueError(f"the id {ids.max()} and not below {vocab}")
             yield [("val" if val else "train", ids)]
 
-# ---- Writing ---------------------------------------------------------------------------------------------------------
+# ---- Writing ----
 def share(key):
     """A number in [0, 1) that depends on this text alone."""
     return int.from_bytes(hashlib.blake2b(key.encode(errors="surrogateescape"), digest_size=8).digest(), "big") / 2**64
@@ -270,7 +270,7 @@ def build(args, source, files, validates=None, count="train", listing=None):
           f"--dataset={train} --val_dataset={val}" if lacking else
           f"next: python {own.get('next', 'train_gpt.py')}{flags}")
 
-# ---- Commands --------------------------------------------------------------------------------------------------------
+# ---- Commands ----
 def below(top, leave=()):
     """[(name, path)] of the files at or below `top`, each folder once, without `leave`."""
     base = top if top.is_dir() else top.parent
@@ -381,7 +381,7 @@ def show(args):
         ids = np.fromfile(folder / shard["file"], "<u2", 200, offset=HEADER)
         print(f"\n{shard['file']} begins with", repr(decode(ids[ids != manifest["eot"]].tolist())))
 
-# ---- Main ------------------------------------------------------------------------------------------------------------
+# ---- Main ----
 COMMANDS = {"pysrc": prepare_pysrc, "text": prepare_text, "import": prepare_import, "verify": verify, "show": show,
             **dict.fromkeys(SOURCES, prepare_hub)}
 

@@ -36,8 +36,7 @@ def run(opt, params, steps, start=0):
         opt.step()
     return [p.detach().clone() for p in params]
 
-# ---- The update rules ------------------------------------------------------------------------------------------------
-
+# ---- The update rules ----
 def reference_newton_schulz(X):
     a, b, c = 3.4445, -4.7750, 2.0315
     X = X / (np.sqrt((X**2).sum()) + 1e-3)  # so large that it shows
@@ -197,8 +196,7 @@ def test_with_the_exact_polar_factor_all_singular_values_are_s(variant, monkeypa
         expected = torch.full_like(values, 0.2 * max(shape) ** 0.5)
         assert torch.allclose(values, expected, rtol=1e-8, atol=0) == (variant != "muon-nsr-post")
 
-# ---- Newton-Schulz ---------------------------------------------------------------------------------------------------
-
+# ---- Newton-Schulz ----
 def standard(X, steps=5, coefficients=JORDAN):
     """As published, with one rounding a line: in bf16 that is torch.optim.Muon's, the most exact of the usual ones."""
     flip = X.size(0) > X.size(1)
@@ -257,8 +255,7 @@ def test_newton_schulz_takes_batches_and_leaves_its_input():
     assert O.shape == G.shape and O.dtype == torch.bfloat16 and not O.requires_grad and torch.equal(G, before)
     torch.testing.assert_close(O[1, 2], newton_schulz(G[1, 2], dtype=torch.bfloat16), rtol=0.05, atol=0.02)  # of bf16
 
-# ---- A torch.optim.Optimizer -----------------------------------------------------------------------------------------
-
+# ---- A torch.optim.Optimizer ----
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_stacked_and_split_is_one_by_one(variant):
     """Two parameters at once, as on a GPU, rows cut in three or whole, take the steps of matrices one at a time, with
@@ -382,8 +379,7 @@ def test_what_is_no_matrix_or_no_variant_is_refused(message, shape, options):
         opt.add_param_group(dict(params=parameters(shape), **options))
     assert len(opt.param_groups) == 1
 
-# ---- Ranks -----------------------------------------------------------------------------------------------------------
-
+# ---- Ranks ----
 def on_groups(function, *args):
     """function(rank, world, *args) in process groups of 4, 3 and 2 ranks, one after the other."""
     mp.start_processes(_on_groups, (function, *args), nprocs=4, start_method="forkserver")
@@ -455,8 +451,7 @@ def test_ranks(tmp_path):
         (_, alone), saved = (torch.load(tmp_path / f"{variant}{ranks}.pt") for ranks in ("", "-4"))
         runs_like(alone, *build(variant, saved), start=15)
 
-# ---- Compilation -----------------------------------------------------------------------------------------------------
-
+# ---- Compilation ----
 @pytest.mark.parametrize("variant", ["muon-vs", "muon-nsr", "normuon"])
 @pytest.mark.filterwarnings("error::UserWarning", "ignore:.*Online softmax|.*deprecated:UserWarning")
 def test_compiled_is_eager_and_nothing_that_changes_recompiles(variant):

@@ -30,8 +30,7 @@ def assert_equal(a, b, **tolerance):
         torch.testing.assert_close(a[part], b[part], **tolerance or dict(rtol=0, atol=0))
     assert a["optimizer"].keys() == a["model"].keys()
 
-# ---- Model -----------------------------------------------------------------------------------------------------------
-
+# ---- Model ----
 def test_faults_lose_nothing():
     """The short form of the fault injection, which says at its end what was lost."""
     command = [sys.executable, ROOT / "tests/fault_injection.py", "--short"]
@@ -90,8 +89,7 @@ def test_initial_weights_and_every_parameter_in_one_group():
                 by_adamw = t.optimizer == "adamw" or not matrix or name in ("embed.weight", "head.weight")
                 assert ("betas" in group) == by_adamw and (group["weight_decay"] == 0) == (not matrix), name
 
-# ---- Data ------------------------------------------------------------------------------------------------------------
-
+# ---- Data ----
 def test_an_epoch_has_every_window_once_in_an_order_of_its_own():
     """187 windows of 17 tokens, neighbours share one; a batch at the end of an epoch is filled from the next."""
     t = fresh(**TINY | dict(batch_size=10))
@@ -135,8 +133,7 @@ def test_more_shards_than_a_process_may_have_open_files():
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert x[:, 0].tolist() == [*range(200)]
 
-# ---- Updates ---------------------------------------------------------------------------------------------------------
-
+# ---- Updates ----
 def test_an_update_is_the_same_however_the_batch_is_divided():
     """8 updates in float64 end within its rounding, as AdamW with a large ε amplifies it little; the norm of the
     gradient, before clipping, is the same in all digits of the log."""
@@ -193,8 +190,7 @@ def test_a_run_that_is_no_longer_finite_ends_at_its_next_log_line():
     assert all(p.isfinite().all() for p in checkpoint("many")["model"].values())
     assert log_lines("many")[-1].startswith("diverged: ") and "at update 6;" in log_lines("many")[-1]
 
-# ---- Validation and log ----------------------------------------------------------------------------------------------
-
+# ---- Validation and log ----
 def test_validation_is_of_fixed_tokens_whatever_the_batch():
     t = fresh(**TINY)
     model, shards = t.Model(320), t.Shards("tiny", "val")
@@ -246,8 +242,7 @@ def test_wandb_gets_the_figures_and_the_final_line(monkeypatch):
     assert losses == pytest.approx(figures("run", "train_loss"), abs=1e-5)  # which the log rounds
     assert "peak_memory_mib" in told[8] and "val_loss" in told[0]
 
-# ---- Checkpoints -----------------------------------------------------------------------------------------------------
-
+# ---- Checkpoints ----
 def with_dropout(module):
     forward = module.MLP.forward
     module.MLP.forward = lambda self, x: torch.nn.functional.dropout(forward(self, x), 0.1, self.training)
@@ -482,8 +477,7 @@ def test_ranks_that_srun_starts_take_a_gpu_each(monkeypatch):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
         assert fresh().local_rank == expected
 
-# ---- From a shell ----------------------------------------------------------------------------------------------------
-
+# ---- From a shell ----
 MISTAKES = {
     "unknown flag": ("--learning_rat=1", "unrecognized arguments"),
     "unknown optimizer": ("--optimizer=muonvs", "invalid choice: 'muonvs' (choose from 'adamw'"),

@@ -27,7 +27,7 @@ except ModuleNotFoundError as error:
 
 transformers.logging.disable_progress_bar()
 
-# ---- Models ----------------------------------------------------------------------------------------------------------
+# ---- Models ----
 LLAMA = {  # part of a layer there: part of a block here
     "input_layernorm": "norm1", "post_attention_layernorm": "norm2", "self_attn.q_proj": "attn.q",
     "self_attn.k_proj": "attn.k", "self_attn.v_proj": "attn.v", "self_attn.o_proj": "attn.proj",
@@ -79,7 +79,7 @@ def convert(saved: dict, script, ours: torch.nn.Module):
         sys.exit(f"logits differ by {worst:.1e}; if {saved['script']} has another model now, change export_hf.py too")
     return theirs, worst
 
-# ---- Tokenizers ------------------------------------------------------------------------------------------------------
+# ---- Tokenizers ----
 def merges(tokens: list) -> list[tuple]:
     """All ways to make a token of two, first tokens first: the byte-pair encoding of tiktoken and sentencepiece."""
     known = set(tokens)
@@ -121,7 +121,7 @@ def build_tokenizer(saved: dict, file: Path | None = None) -> transformers.PreTr
         tokenizer_object=tokenizer, bos_token=eot, eos_token=eot, pad_token=eot,
         model_max_length=saved["globals"]["block_size"], clean_up_tokenization_spaces=False)
 
-# ---- Main ------------------------------------------------------------------------------------------------------------
+# ---- Main ----
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, help="checkpoints/RUN, or a step_N.pt of it")

@@ -32,7 +32,7 @@ SWEEPS = {"lr": "peak rate of the matrices", "adam_lr": "peak rate of AdamW's pa
 ZEROSHOT = {"arc_easy": "acc_norm", "hellaswag": "acc_norm", "lambada_openai": "acc", "piqa": "acc_norm", "race": "acc",
             "record": "f1", "sglue_rte": "acc", "truthfulqa_mc1": "acc", "truthfulqa_mc2": "acc", "winogrande": "acc"}
 
-# ---- Logs ------------------------------------------------------------------------------------------------------------
+# ---- Logs ----
 class Run:
     """A log of train_gpt.py, train_llama.py or modded-nanogpt. points: a row for each logged update, with val_loss,
     val_acc, train_loss, train_time (s); last: the last with val_loss. final: figures of the final line. config: the
@@ -117,7 +117,7 @@ def read_logs(paths: list[str], only: str = "", by_code: bool = False) -> tuple[
     notes += [f"code={i}: {len(x)} logs, as {x[0]}" for i, x in enumerate(codes.values(), 1) if len(codes) > 1]
     return sorted(runs.values(), key=lambda run: run.name), repeats, notes
 
-# ---- Experiments and their rows --------------------------------------------------------------------------------------
+# ---- Experiments and their rows ----
 class Row:
     """An optimizer at one setting. `runs`: seed -> run; `end`: seed -> figures; `final`: -> validation loss."""
 
@@ -195,7 +195,7 @@ def describe(runs: list[Run]) -> str:
     shared = [f"{key}={x}" for key, x in runs[0].shared.items() if x and all(run.shared.get(key) == x for run in runs)]
     return "\n".join(["", "- " + (" ".join(shared) or "settings: those of the logs' sources"), *lines, ""])
 
-# ---- Statistics and tables -------------------------------------------------------------------------------------------
+# ---- Statistics and tables ----
 def interval(x) -> tuple[float, float]:
     """Mean and half-width of its two-sided 95 % Student-t interval, nan for fewer than two values."""
     x = pd.Series(x, dtype=float)
@@ -326,7 +326,7 @@ def zeroshot(specs: list[str]) -> str:
     scores.loc["average"] = scores.mean(skipna=False)
     return markdown("Zero-shot scores, %", scores.map(lambda x: number(x, 2)).reset_index(names="").to_dict("records"))
 
-# ---- Figures ---------------------------------------------------------------------------------------------------------
+# ---- Figures ----
 def plot(path: Path, panels: list[tuple[dict, dict]], columns: int, marker: str = "") -> list[str]:
     """A figure; its line of the report. panels: settings of axes; name of a line -> points (x, mean, half-width)."""
     rows = len(panels) // columns
