@@ -1,10 +1,11 @@
 """What several test files need: the scripts as modules, a tiny data set, runs in this process and on ranks."""
-import importlib.util, os, signal, socket, sys, zlib
+import importlib.util, os, signal, sys, zlib
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.multiprocessing as mp
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
@@ -39,19 +40,14 @@ def checkpoint(name):
     paths = sorted(Path("checkpoints", name).glob("step_0*.pt"))
     return torch.load(paths[-1], weights_only=True) if paths else None
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return str(s.getsockname()[1])
-
 def on_ranks(world, **run):
     """train() on `world` ranks, told no more than srun can tell them. What a rank exits with is in exit-RANK."""
-    mp.start_processes(_rank, (world, free_port(), run, os.getcwd()), world, start_method="forkserver")
+    mp.start_processes(_rank, (world, get_free_port(), run, os.getcwd()), world, start_method="forkserver")
     return checkpoint(run["name"])
 
 def _rank(rank, world, port, run, folder):
     os.chdir(folder)
-    os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), WORLD_SIZE=str(world))
+    os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.path.insert(0, str(Path(run.get("script", "")).parent))  # a fork's optim.py, if it has one
     sys.modules.pop("optim", None)

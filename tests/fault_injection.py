@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch._dynamo  # which an optimizer's first step imports: once here, not in every process that is forked
+from torch.distributed.elastic.utils.distributed import get_free_port
 
-from common import ROOT, TINY, checkpoint, free_port, fresh, write_tiny
+from common import ROOT, TINY, checkpoint, train, write_tiny
 
 UPDATES, SHORT = 24, "--short" in sys.argv
 SETTINGS = TINY | dict(max_iters=UPDATES, checkpoint_interval=2, eval_interval=12, resume="auto")
@@ -26,9 +27,7 @@ def run(name, meddle, terminal=False):
     try:
         for fd in () if terminal else (1, 2):
             os.dup2(os.open(f"{name}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND), fd)
-        module = fresh(**SETTINGS, run_name=name)
-        meddle(module)
-        module.main([])
+        train(name, meddle=meddle, **SETTINGS)
         os._exit(0)
     except BaseException:
         traceback.print_exc()
@@ -133,7 +132,7 @@ def rank_killed(rank, name, **settings):
 
 def node_killed(name):
     """The other node's rank waits for it, as NCCL's do, so that its torchrun counts no failure."""
-    rendezvous = "--nnodes=2", "--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{free_port()}"
+    rendezvous = "--nnodes=2", "--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{get_free_port()}"
     killed, waits = torchrun(name, *rendezvous), torchrun(name, *rendezvous)
     at_update_4(name)
     os.kill(ranks(waits)[0], signal.SIGSTOP)

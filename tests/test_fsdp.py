@@ -132,9 +132,6 @@ def bytes_of_a_step(rank, world, folder):
             Muon(params, ns_dtype=dtype).step()
         assert sent.total == expected
 
-def test_bytes_that_a_step_sends(tmp_path):
-    on_groups(bytes_of_a_step, str(tmp_path))
-
 def two_pairs(rank, world, folder):
     """With a process group of its own each pair trains its own weights; all four ranks then have two results."""
     if world < 4:
@@ -147,9 +144,6 @@ def two_pairs(rank, world, folder):
     dist.all_gather_object(everyone, [p.tolist() for p in params])
     assert everyone[0] == everyone[1] != everyone[2] == everyone[3]
     assert len(opt.state) == (2, 1)[rank % 2] and len(saved) == (2, 0)[rank % 2]
-
-def test_two_groups_of_ranks_stay_apart(tmp_path):
-    on_groups(two_pairs, str(tmp_path))
 
 def someones_script(rank, world, folder):
     """Its checkpoint of four ranks goes on at three and at two, as it did there to fp32 rounding."""
@@ -180,8 +174,9 @@ def someones_script(rank, world, folder):
         torch.save(end, f"{folder}/end.pt")
     torch.testing.assert_close(end, torch.load(f"{folder}/end.pt"), rtol=1e-4, atol=1e-5) if world < 4 else None
 
-def test_distributed_checkpoint_in_a_script_of_ones_own(tmp_path):
-    on_groups(someones_script, str(tmp_path))
+@pytest.mark.parametrize("worker", [bytes_of_a_step, two_pairs, someones_script])
+def test_on_four_three_and_two_ranks(worker, tmp_path):
+    on_groups(worker, str(tmp_path))
 
 def in_fp32(module):
     module.optim.fast_dtype = lambda device: torch.float32

@@ -1,5 +1,5 @@
-"""train_llama.py: every preset against the paper, from shapes alone, and that the sections that it shares with
-train_gpt.py are the same text. test_export.py holds the model against transformers."""
+"""train_llama.py, and every preset against the paper, from shapes alone. test_export.py holds the model against
+transformers; .ci/same_sections.py holds its shared sections against train_gpt.py's."""
 import math, re
 from pathlib import Path
 

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.elastic.utils.distributed import get_free_port
 
-from common import ROOT, free_port
+from common import ROOT
 
 transformers = pytest.importorskip("transformers", reason="pip install transformers")
 RUNS = """import os, runpy, sys
@@ -44,7 +45,7 @@ def test_a_recipe_resumes_to_the_same_loss_and_two_ranks_agree(number, script, r
     Path(script).write_text(code("records/recipes.md")[number])
     # not compiled, as that takes longer than the runs
     env = os.environ | dict(OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1", CUDA_VISIBLE_DEVICES="")
-    command = [sys.executable, "-c", RUNS, script, resume, folder, free_port()]
+    command = [sys.executable, "-c", RUNS, script, resume, folder, str(get_free_port())]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     printed = re.findall(r"rank (\d): loss ([\d.]+)", done.stdout)

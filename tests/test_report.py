@@ -222,12 +222,6 @@ def test_modded_nanogpt_and_archives(logs):
     assert in_time["early updates=125"]["Δ then"] == "-1.1950"
     assert run.name == "logs.tar.xz/logs/base/0.txt" and run.last["train_time"] == 18
 
-def test_no_two_lines_look_alike(monkeypatch):
-    figures = []
-    monkeypatch.setattr(report.Figure, "savefig", lambda fig, path, dpi: figures.append(fig))
-    report.plot(report.Path("a.png"), [({}, {f"optimizer{i}": [(1, 2, 3)] for i in range(25)})], 1)
-    assert len({(line.get_color(), line.get_linestyle()) for line in figures[0].axes[0].lines}) == 25
-
 def test_zeroshot(logs):
     scores = {task: {f"{metric},none": 0.5 + 0.01 * i} for i, (task, metric) in enumerate(report.ZEROSHOT.items())}
     for file, results, shots in ("a.json", scores, 0), ("b.json", {"piqa": scores["piqa"]}, 0), ("c.json", scores, 5):
