@@ -207,7 +207,7 @@ class Muon(torch.optim.Optimizer):
         del defaults["self"], defaults["params"], defaults["process_group"], defaults["__class__"]
         self.process_group = process_group
         self.owners = {}  # parameter -> rank that updates it; no DTensors: each rank has a part
-        super().__init__(params, defaults)  # last, as it calls add_param_group
+        super().__init__(params, defaults)
 
     @property
     def rank(self):
@@ -230,6 +230,7 @@ class Muon(torch.optim.Optimizer):
                 if not isinstance(p, DTensor):
                     self.owners.setdefault(p, len(self.owners) % ranks)
 
+    @torch.compiler.disable  # compiled as a part of a training step it went wrong
     @torch.no_grad()
     def step(self, closure=None):
         """Updates every parameter that has a gradient. Returns closure()'s loss."""

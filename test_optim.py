@@ -355,6 +355,21 @@ def test_copies_pickles_and_autocast(how):
         after = run(twin, copies, 2, start=3)
     assert all(map(torch.equal, run(opt, params, 2, start=3), after))
 
+def test_a_compiled_training_step_runs_it_as_it_is():
+    """Compiled in there, updates went wrong from the third on under a schedule."""
+    ends = []
+    for wrap in (lambda step: step), torch.compile(backend="aot_eager"):
+        params = parameters((16, 16), (16, 16))
+        opt = Muon(params, lr=0.02, compile=False, ns_dtype=torch.float32)
+        schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda i: 1 / (1 + i))
+        step = wrap(opt.step)
+        for i in range(5):
+            set_gradients(params, i)
+            step()
+            schedule.step()
+        ends.append(params)
+    assert all(map(torch.equal, *ends))
+
 def test_groups_schedules_closures_and_missing_gradients():
     params = parameters((16, 8), (16, 8), (8, 16))
     before = [p.detach().clone() for p in params]

@@ -82,7 +82,7 @@ wandb = ""                    # project to log to; needs: pip install wandb
 seed = 1                      # of initialisation and data order
 device = "cuda" if torch.cuda.is_available() else "cpu"
 dtype = "auto"                # float32 (GPU: TF32), bfloat16 (autocast); auto: bfloat16 where it is faster
-param_dtype = "float32"       # bfloat16: parameters and optimizer state are bf16 too
+param_dtype = "float32"       # bfloat16: parameters and state too, which small changes do not reach
 compile = True                # torch.compile of blocks, loss and Muon
 fsdp = False                  # shard weights, gradients and state by rows (FSDP2), instead of DDP
 
@@ -319,7 +319,7 @@ class Model(nn.Module):
 
 # ---- Initialisation, optimizers, schedule ----
 def init_weights(model):
-    """N(0, 0.02), cut at two standard deviations if init_truncated; gains stay 1."""
+    """Redraws: N(0, 0.02), cut at two standard deviations if init_truncated; gains stay 1."""
     draw = functools.partial(nn.init.trunc_normal_, a=-0.04, b=0.04) if init_truncated else nn.init.normal_
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Embedding)) and not (tied and module is model.head):
@@ -328,8 +328,8 @@ def init_weights(model):
 def build_optimizers(model):
     """Muon for what has two or more dimensions inside blocks and AdamW for the rest, or AdamW for all."""
     inside = {p: name for name, p in model.blocks.named_parameters() if p.ndim >= 2}
-    fused = [p for p, name in inside.items() if name.endswith("qkv.weight")]
-    matrices = [p for p, name in inside.items() if not name.endswith("qkv.weight")]
+    fused = [p for p, name in inside.items() if name.endswith("qkv.weight") and len(p) == 3 * n_embd]
+    matrices = [p for p in inside if p not in set(fused)]
     rest = [p for p in model.parameters() if p not in inside]  # embedding, head, gains
     adam = [dict(params=[p for p in rest if p.ndim >= 2], lr=adam_lr, weight_decay=weight_decay),
             dict(params=[p for p in rest if p.ndim < 2], lr=adam_lr, weight_decay=0)]
@@ -404,14 +404,16 @@ def evaluate(model, shards):
     model.eval()
     total = min(max(1, val_tokens // block_size), shards.n_windows)
     mine = range(rank, total, world)
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, hits, tokens
     for i in range(0, math.ceil(total / world), micro_batch_size):  # as many on each rank, for FSDP
         x_BT, y_BT = shards.read(mine[i:i + micro_batch_size])
         for logits_TV, y_T in zip(model(x_BT), y_BT):
             sums[0] += F.cross_entropy(logits_TV.float(), y_T, reduction="sum")
             sums[1] += (logits_TV.argmax(-1) == y_T).sum()
+            sums[2] += (y_T != -100).sum()  # which a fork masks
     model.train()
-    return (over_ranks(sums) / (total * block_size)).tolist()
+    loss, hits, tokens = over_ranks(sums).tolist()
+    return loss / tokens, hits / tokens
 
 def hardware():
     if device == "cuda":
@@ -504,7 +506,8 @@ def changes(saved, facts):
     return ",".join(changed) or "nothing"
 
 def load_checkpoint(path, model, optimizers=()):
-    """Loads weights and, by the parameters' names, the state of optimizers. Returns the rest."""
+    """Loads weights and, by the parameters' names, the state of optimizers, not what they keep in groups.
+    Returns the rest."""
     own = model.state_dict()
     try:
         saved = read_checkpoint(path)
@@ -561,7 +564,7 @@ def build_model(vocab):
         torch._dynamo.config.optimize_ddp = False  # which would cut the one graph that all blocks share
         for block in model.blocks:
             block.compile(dynamic=False)
-        model.loss = torch.compile(model.loss, dynamic=False)
+        Model.loss = torch.compile(Model.loss, dynamic=False)
         if rank == 0:
             print("compiling, a minute or two, within the first validation and the first update", flush=True)
     return model

@@ -1,6 +1,6 @@
 """train_gpt.py on a CPU with a model of 30 k parameters: the order of the data, one batch however it is divided,
 validation, logs, checkpoints, and mistakes made from a shell. test_export.py holds the model against transformers."""
-import functools, io, math, os, re, resource, shutil, signal, subprocess, sys, types
+import copy, functools, io, math, os, re, resource, shutil, signal, subprocess, sys, types
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +52,10 @@ def test_a_compiled_block_has_the_gradients_of_an_eager_one(script):
     for eager, compiled in zip(*gradients):
         assert (eager - compiled).norm() < 0.01 * eager.norm()
 
+def test_a_copy_of_a_compiled_model_has_a_head_of_its_own():
+    average = copy.deepcopy(fresh(**TINY | dict(compile=True)).build_model(320))
+    assert average.loss.__self__ is average
+
 def test_flops_are_what_torch_counts():
     """Attention to the future is counted too, as in the PaLM paper."""
     t = fresh(**TINY | dict(n_layer=2, block_size=128))
@@ -79,6 +83,8 @@ def test_initial_weights_and_every_parameter_in_one_group():
     t.qkv_split = 3
     fused, rest = t.build_optimizers(model)[0].param_groups
     assert fused["split"] == 3 and {p.shape for p in fused["params"]} == {(768, 256)} and rest["split"] == 1
+    model.blocks[0].attn.qkv = torch.nn.Linear(256, 384, bias=False)  # of a fork with fewer keys: not to be cut
+    assert len(t.build_optimizers(model)[0].param_groups[0]["params"]) == 7
     for t.optimizer in "adamw", *VARIANTS:
         optimizers = t.build_optimizers(model)
         placed = [p for opt in optimizers for group in opt.param_groups for p in group["params"]]
@@ -206,6 +212,9 @@ def test_validation_is_of_fixed_tokens_whatever_the_batch():
     x, y = shards.read(range(43))
     assert t.evaluate(model, shards)[0] == pytest.approx(model(x, y).item(), rel=1e-6)
     assert model(shards.read([])[0]).shape == (0, 16, 320)  # the last batch of a rank that has fewer than others
+    read = shards.read
+    shards.read = lambda windows: (read(windows)[0], read(windows)[1].index_fill(1, torch.arange(8), -100))  # of a fork
+    assert t.evaluate(model, shards)[0] == pytest.approx(model(*shards.read(range(43))).item(), rel=1e-6)
     model.logits = lambda x_BTD: 0 * t.Model.logits(model, x_BTD)  # as a fork caps them
     assert model(x, y).item() == pytest.approx(t.evaluate(model, shards)[0]) == math.log(320)
 
