@@ -39,7 +39,10 @@ def goes_on(name, undisturbed="undisturbed"):
     """Starts the run again: does it end as an undisturbed one?"""
     code = end(start(name))
     found, expected = checkpoint(name), checkpoint(undisturbed)
-    return code == 0 and all(torch.equal(p, expected["model"][key]) for key, p in found["model"].items())
+    pairs = [(p, expected["model"][key]) for key, p in found["model"].items()]
+    for name, state in found["optimizer"].items():
+        pairs += [(t, expected["optimizer"][name][key]) for key, t in state.items()]
+    return code == 0 and all(torch.equal(one, other) for one, other in pairs)
 
 def report(fault, survived, count=1):
     global injected, lost
