@@ -25,8 +25,6 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"package {error.name} is missing; run: pip install 'lm-eval[hf]==0.4.11' sentencepiece")
 
-transformers.logging.disable_progress_bar()
-
 # ---- Models ----
 LLAMA = {  # part of a layer there: part of a block here
     "input_layernorm": "norm1", "post_attention_layernorm": "norm2", "self_attn.q_proj": "attn.q",

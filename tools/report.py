@@ -65,7 +65,6 @@ class Run:
                 changed = dict(re.findall(r"(\w+)=(.*?)(?:\.0)?(?=,\w+=|,[\w ]*data|$)", line))
                 other = re.search(r"[:,](the )?(code|(val_)?data|seed=[^,]*)(,|$)", line)
                 changed = changed | {"resumed": str(step)} if other or changed.keys() - RUN_SETTINGS else {}
-                self.facts |= dict(re.findall(r"(world_size):(\d+)", line))
                 settings[step] = self.settings = settings[max(settings)] | changed
             elif self.final:
                 continue  # the sample is any text
@@ -251,7 +250,8 @@ def tables(e: Experiment, names: list[str], clock: bool) -> list[str]:
             costs[-1] |= {"ms an update, 11 to 210": number(ms, 2), "excess time (%)": number(excess, 1, "+"),
                           "thousand tokens/s": number((e.batch * e.context or math.nan) / ms, 1)}
     out = [markdown("Validation loss at shares of the updates, linear between evaluations, mean ± half-width of the "
-                    "95 % Student-t interval over seeds; perplexity, exp of the last mean, and accuracy at the end.", losses)]
+                    "95 % Student-t interval over seeds; perplexity, exp of the last mean, and next-token accuracy "
+                    "at the end.", losses)]
     if pairs:
         out.append(markdown(f"Δ: final loss of {base.label} less the row's; p: two-sided t-test, uncorrected.", pairs))
         out += [speedups(e, name, axis) for name in names if "loss" in name for axis in [False, True][:1 + clock]]
