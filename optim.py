@@ -54,11 +54,11 @@ def norm(X, split):
     rows = X.square().sum(-1)
     if isinstance(X, DTensor) and in_parts(X):
         rows = rows.redistribute(placements=[Replicate()] * X.device_mesh.ndim)
-    norms = rows.unflatten(-1, (split, -1)).sum(-1).sqrt().clamp_min(1e-30)
+    norms = rows.unflatten(-1, (split, -1)).sum(-1).sqrt().clamp_min(1e-30)  # (..., split)
     return norms.repeat_interleave(X.size(-2) // split, -1).unsqueeze(-1)
 
 def in_parts(X):
-    """Whether ranks have parts of a matrix (m, n) of the DTensor X."""
+    """Whether ranks have parts of a matrix (m, n) of X. "dim": a _StridedShard is no Shard."""
     return any(getattr(place, "dim", -1) >= X.ndim - 2 for place in X.placements)
 
 def upcast(t):
@@ -81,7 +81,7 @@ def fast_dtype(device):
 def momentum_sum(G, S, beta, nesterov):
     """M̃ and the new state. Muon's momentum is a sum, that of Algorithm 1 an average."""
     M = beta * S["momentum"] + G
-    return G + beta * M if nesterov else M, {"momentum": M}
+    return (G + beta * M if nesterov else M), {"momentum": M}
 
 def averages(G, S, t, beta, nesterov):
     """M̃, Γ̂ and the new state."""
@@ -172,12 +172,12 @@ def placed_like(value, other):
     if not isinstance(other, DTensor):
         return value
     if not isinstance(value, DTensor):
-        value = DTensor.from_local(value, other.device_mesh)
+        value = DTensor.from_local(value, other.device_mesh)  # a copy on each rank
     return value.redistribute(placements=other.placements)
 
 @functools.cache
 def compiled_update():
-    # A limit for the whole process: an argument of torch.compile is unknown to torch 2.11.
+    # Of the whole process, as torch 2.11's torch.compile takes no limit of its own.
     torch._dynamo.config.recompile_limit = max(256, torch._dynamo.config.recompile_limit)
     return torch.compile(update, fullgraph=True, dynamic=False)
 
@@ -203,7 +203,7 @@ class Muon(torch.optim.Optimizer):
                  gamma=10.0, power=1.0, beta2=0.95, eps=1e-8, nesterov=True, ns_steps=5,
                  ns_eps=1e-7, ns_dtype=None, ns_coefficients=JORDAN, adjust_lr_fn="original",
                  split=1, state_dtype=None, compile=True, process_group=None):
-        defaults = dict(locals())
+        defaults = dict(locals())  # __class__ is among them, as super() needs it
         del defaults["self"], defaults["params"], defaults["process_group"], defaults["__class__"]
         self.process_group = process_group
         self.owners = {}  # parameter -> rank that updates it; no DTensors: each rank has a part
@@ -220,14 +220,14 @@ class Muon(torch.optim.Optimizer):
         if not known or any(p.ndim < 2 or p.size(-2) % group["split"] for p in group["params"]):
             self.param_groups.pop()
             raise ValueError("expected matrices (vectors are AdamW's), a split that divides rows, "
-                             f"and names of {*VARIANTS, *UPDATE_SCALES}")
+                             f"and names of {[*VARIANTS, *UPDATE_SCALES]}")
 
     def _share(self):
         """Gives new parameters an owner. Late, as wrappers may replace what they were made with."""
         ranks = dist.get_world_size(self.process_group) if dist.is_initialized() else 1
-        for group in self.param_groups if ranks > 1 else []:
+        for group in self.param_groups:
             for p in sorted(group["params"], key=lambda p: -p.numel()):
-                if not isinstance(p, DTensor):
+                if ranks > 1 and not isinstance(p, DTensor):
                     self.owners.setdefault(p, len(self.owners) % ranks)
 
     @torch.compiler.disable  # compiled as a part of a training step it went wrong
@@ -250,7 +250,7 @@ class Muon(torch.optim.Optimizer):
                 # One matrix for each rank that has parts. More at once are fewer calls, but the
                 # stacked copies cost memory, and on a CPU time.
                 ranks = layout[0].size() if layout else 1
-                at_once = ranks if device.type == "cpu" else max(ranks, 2**27 // shape.numel())
+                at_once = max(ranks, 1 if device.type == "cpu" else 2**27 // shape.numel())
                 for i in range(0, len(params), at_once):
                     self._update(group, params[i:i + at_once])
         for p in [p for group in self.param_groups for p in group["params"] if p in self.owners]:
@@ -265,13 +265,12 @@ class Muon(torch.optim.Optimizer):
         states = {name: [state[name] for state in own] for name in VARIANTS[group["variant"]][1:]}
         options = {name: value for name, value in group.items() if name in self.defaults}
         options["t"] = own[0]["step"] + 1
-        options["ns_dtype"] = group["ns_dtype"] or fast_dtype(device)
-        for name, value in options.items():
+        options["ns_dtype"] = group["ns_dtype"] or fast_dtype(device)  # which cannot be compiled
+        for name, value in options.items():  # numbers as tensors, which recompile nothing
             if isinstance(value, int | float) and name not in ("nesterov", "ns_steps", "split"):
-                # A tensor can change without recompiling.
                 options[name] = torch.tensor(value, dtype=torch.float64, device="cpu")
         if group["power"] == 1:
-            options["power"] = 1  # which the compiler leaves out
+            options["power"] = 1  # no tensor: the compiler then leaves the power out
         batch = device == "cpu" and params[0].ndim > 2  # Inductor fails on some of these
         eager = not group["compile"] or isinstance(params[0], DTensor) or batch
         run = update if eager else compiled_update()
@@ -319,7 +318,7 @@ class Muon(torch.optim.Optimizer):
             kept["variant"] = saved["variant"]  # KeyError: of another optimizer
             groups.append(own | saved | kept)  # older files lack some options
         super().load_state_dict({"state": {}, "param_groups": groups})  # it would cast the state
-        if state_dict["state"]:
+        if state_dict["state"]:  # wrappers load an empty one before they replace parameters
             self._share()
         for group, saved in zip(self.param_groups, groups):
             for p, i in zip(group["params"], saved["params"]):

@@ -131,10 +131,10 @@ def configure(argv):
     overrides = PRESETS[preset] | PRESETS.get(f"{preset}/{optimizer}", {})
     if "dataset" in flags:
         overrides.pop("val_dataset", None)  # it belongs to the preset's dataset
-    overrides = [f"--{name}={x}" for name, x in overrides.items() if name not in flags]
-    globals().update(vars(parser.parse_args(overrides)))  # which knows names and types
-    if overrides and rank == 0:
-        print("set by PRESETS:", *overrides, file=sys.stderr)
+    words = [f"--{name}={x}" for name, x in overrides.items() if name not in flags]
+    globals().update(vars(parser.parse_args(words)))  # which knows names and types
+    if words and rank == 0:
+        print("set by PRESETS:", *words, file=sys.stderr)
     if "help" in flags:
         comments = dict(re.findall(r"^(\w+) = .*?# (.+)$", SOURCES[0], re.M))
         sys.stdout.reconfigure(errors="replace")  # for terminals without Greek letters
@@ -285,7 +285,7 @@ def init_weights(model):
             nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * n_layer) if into_stream else 0.02)
 
 def build_optimizers(model):
-    """Muon for what has two or more dimensions inside blocks and AdamW for the rest, or AdamW for all."""
+    """Muon for matrices inside blocks, AdamW for the rest, or for all. The first group's rate is logged."""
     inside = {p: name for name, p in model.blocks.named_parameters() if p.ndim >= 2}
     fused = [p for p, name in inside.items() if name.endswith("qkv.weight") and len(p) == 3 * n_embd]
     matrices = [p for p in inside if p not in set(fused)]
@@ -319,7 +319,7 @@ def lr_factor(step):
     return min_lr_frac + (1 - min_lr_frac) * left
 
 def set_schedules(step, optimizers):
-    """Sets what changes from update to update, here the learning rates."""
+    """Sets what changes from update to update, here the learning rates; "initial_lr" keeps the peaks."""
     for opt in optimizers:
         for group in opt.param_groups:
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * lr_factor(step)
@@ -389,7 +389,7 @@ def mfu(model, tokens_per_s):
 
 # ---- Checkpoints ----
 def newest_first():
-    return sorted(Path("checkpoints", run_name).glob(f"step_{8 * '[0-9]'}.pt"), reverse=True)
+    return sorted(Path("checkpoints", run_name).glob("step_" + 8 * "[0-9]" + ".pt"), reverse=True)
 
 def parameters_of(opt, model):
     """(name, parameter), in the order in which opt numbers its state."""
@@ -434,9 +434,10 @@ def read_checkpoint(path):
     return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 def is_whole(path):
-    with contextlib.suppress(Exception):  # a damaged file may raise nearly any
+    try:
         return bool(read_checkpoint(path))
-    print(f"passing over {path}, which is damaged", file=sys.stderr)
+    except Exception:  # a damaged file may raise nearly any
+        print(f"passing over {path}, which is damaged", file=sys.stderr)
 
 def from_rank_0(value):
     box = [value]
@@ -450,7 +451,7 @@ def find_checkpoint():
         return resume or None
     own = newest_first()
     chosen = from_rank_0(next(filter(is_whole, own), None) if rank == 0 else None)
-    if (own or chosen) and chosen not in own:
+    if chosen not in (own or [None]):  # where there is none, all begin anew
         sys.exit("found no checkpoint that is whole and seen by all ranks; nodes of a run must share them; "
                  "another start is another --run_name")
     return chosen
@@ -493,7 +494,7 @@ def init_ranks():
         torch.backends.cuda.matmul.allow_tf32 = True
     if world > 1:
         # torchrun's store outlives a restart, with keys of dead ranks, which a new prefix hides.
-        store = next(dist.rendezvous("env://"))[0]
+        store, _, _ = next(dist.rendezvous("env://"))
         if rank == 0:
             store.set("prefix", str(time.time_ns()))
         prefix = store.get("prefix").decode()
@@ -502,7 +503,7 @@ def init_ranks():
         hours = datetime.timedelta(hours=4)  # as others wait while one rank saves
         dist.init_process_group("nccl" if device == "cuda" else "gloo", rank=rank, world_size=world,
                                 store=dist.PrefixStore(prefix, store), timeout=hours)
-    if compile and device == "cpu" and not shutil.which(torch._inductor.config.cpp.cxx[-1]):
+    if compile and device == "cpu" and not shutil.which(torch._inductor.config.cpp.cxx[-1]):  # g++
         print("runs uncompiled, so slower, as there is no C++ compiler", file=sys.stderr)
         compile = False
     if dtype == "auto":
@@ -523,7 +524,7 @@ def build_model(vocab):
         torch._dynamo.config.optimize_ddp = False  # which would cut the one graph that all blocks share
         for block in model.blocks:
             block.compile(dynamic=False)
-        Model.loss = torch.compile(Model.loss, dynamic=False)
+        Model.loss = torch.compile(Model.loss, dynamic=False)  # of the class, as copies keep model.loss
         if rank == 0:
             print("compiling, a minute or two, within the first validation and the first update", flush=True)
     return model
@@ -588,9 +589,9 @@ def train(model, optimizers, shards, val_shards, facts, step, train_time, log):
     recent = {}  # what the updates before this pause measured; none before the first
     while True:
         last = step >= max_iters
-        evaluates = last or step % eval_interval == 0
-        val_loss, val_acc = evaluate(model, val_shards) if evaluates else (None, None)
-        step_avg = 1000 * (train_time - first_time) / max(1, step - first_step - 1)
+        timed = step > first_step  # a start's first update compiles
+        val_loss, val_acc = evaluate(model, val_shards) if last or step % eval_interval == 0 else (None, None)
+        step_avg = 1000 * (train_time - first_time) / max(1, step - first_step - 1)  # without the first
         figures = dict(val_loss=val_loss, train_time=train_time, step_avg=step_avg, val_acc=val_acc, **recent)
         figures = {name: x for name, x in figures.items() if x is not None}
         log(f"step:{step}/{max_iters}", figures, step)
@@ -598,7 +599,7 @@ def train(model, optimizers, shards, val_shards, facts, step, train_time, log):
             log(f"diverged: no finite loss or gradient at update {step}; try a lower --learning_rate")
             sys.exit(1)
         stop = over_ranks(torch.tensor(len(signals), device=device)) > 0
-        due = step > first_step and (last or step % checkpoint_interval == 0)
+        due = timed and (last or step % checkpoint_interval == 0)
         if stop or due:
             save_checkpoint(model, optimizers, facts, step=step, train_time=train_time)
         if last:
@@ -606,9 +607,8 @@ def train(model, optimizers, shards, val_shards, facts, step, train_time, log):
         if stop:
             return log("stopped; the same command with --resume=auto goes on")
 
-        pauses = [(step // n + 1) * n for n in (log_interval, eval_interval, checkpoint_interval)]
-        timed = step > first_step
-        next_pause = min(max_iters, *pauses) if timed else step + 1
+        multiples = [(step // n + 1) * n for n in (log_interval, eval_interval, checkpoint_interval)]
+        next_pause = min(max_iters, *multiples) if timed else step + 1
         begin, clock = step, time.perf_counter()
         while step < next_pause:
             loss, norm = update(step, parallel, optimizers, shards)
@@ -628,9 +628,9 @@ def main(argv):
     if shards.vocab != val_shards.vocab:
         sys.exit(f"found {shards.vocab} ids to train on, {val_shards.vocab} to validate; use one tokenizer")
     log_file = Path("logs", f"{run_name}.txt")
-    for file in [log_file, *newest_first()]:
-        if file.exists() and resume != "auto" and not eval_only:
-            sys.exit(f"{file} exists; give another --run_name, or, if it has ended and saved, --resume=auto")
+    found = [file for file in [log_file, *newest_first()] if file.exists()]
+    if found and resume != "auto" and not eval_only:
+        sys.exit(f"{found[0]} exists; give another --run_name, or, if it has ended and saved, --resume=auto")
     init_ranks()
     facts = dict(script=Path(__file__).name, code=SOURCES, globals=settings(), data=shards.contents,
                  val_data=val_shards.contents, vocab=shards.vocab, eot=shards.eot)
