@@ -36,8 +36,8 @@ MAGIC, HEADER, SHARD_TOKENS = 20240520, 1024, 100_000_000  # HEADER in bytes
 TEXT, RECORDS = (".txt", ".md", ".py"), (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".parquet")
 BLOCK, BATCH, GROUP = 1 << 16, 1 << 20, 64 << 20  # read of a text at a time; for a thread; files that are one input
 # what a file is for, by words of its name and folders; the first that fits counts
-WORDS = {"test": "(test|dev|eval)(s|ing|set|data|test|uation)?|h[eo]ld(out)?",
-         "val": "val(set|data|id|idation)?", "train": "train(ing|set|data)?"}
+WORDS = {"test": "(news)?(test|dev(el)?|eval(uation)?)(s|ing|set|data|test)?|h[eo]ld(out)?(s|set)?",
+         "val": "val(id(ation)?)?(s|set|data)?", "train": "train(ing|set|data)?"}
 
 @contextlib.contextmanager
 def in_one_line(what, mend):
@@ -203,10 +203,10 @@ def write_shard(path, split, parts, vocab, eot):
     return {"file": path.name, "split": split, "tokens": len(ids), "documents": int((ids == eot).sum())}
 
 def read_manifest(folder):
-    if not (folder / "manifest.json").exists():
-        sys.exit(f"{folder} was not made by prepare.py: no manifest.json; shards of others: "
-                 f"python prepare.py import {folder} --name ANOTHER")
-    return json.loads((folder / "manifest.json").read_text())
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads((folder / "manifest.json").read_text())
+    sys.exit(f"{folder} was not made by prepare.py: no manifest.json of it; shards of others: "
+             f"python prepare.py import {folder} --name ANOTHER")
 
 def build(args, source, files, validates=None, count="train", listing=None):
     """Make data/NAME/ of files, or listing(), of ids or, if validates() says what validates, text. --tokens are of the
@@ -272,15 +272,14 @@ def build(args, source, files, validates=None, count="train", listing=None):
 
 # ---- Commands ----
 def below(top, leave=()):
-    """[(name, path)] of the files at or below `top`, each folder once, without `leave`."""
+    """[(name, path)] of the files at or below `top`, by every link that is no loop, without `leave`."""
     base = top if top.is_dir() else top.parent
-    found, seen, paths = [], set(base.resolve().parents), [top]
-    for path in paths:  # it grows
-        if not path.is_dir() or path.name[:1] == "." and path != top:
+    found, paths = [], [(top, {*base.resolve().parents})]
+    for path, above in paths:  # it grows
+        if not path.is_dir() or path != top and (path.name[:1] == "." or path.suffix == ".partial"):
             found.append((path.relative_to(base).as_posix(), str(path)))
-        elif path.name not in leave and path.resolve() not in seen:
-            seen.add(path.resolve())
-            paths += sorted(path.iterdir())
+        elif path.name not in leave and (real := path.resolve()) not in above:
+            paths += [(inner, {*above, real}) for inner in sorted(path.iterdir())]
     return sorted(found)
 
 def find(tops, endings, splits):
@@ -335,11 +334,12 @@ def prepare_import(args):
     files = find([args.what], (".bin",), ("train", "val"))
     for _, path, _ in files:
         magic, ids = np.fromfile(path, "<u4", 1).tolist(), np.fromfile(path, "<u2", BATCH)
-        low, high = (ids[::2] > 15).sum(), (ids[1::2] > 15).sum()  # in wider numbers few high halves are
+        high, low = sorted([(ids[::2] > 15).sum(), (ids[1::2] > 15).sum()])  # in wider numbers few high halves are
+        other = {b"\x93NUM": "a file of NumPy's", b"LITP": "a file of lit-gpt's"}.get(ids[:2].tobytes())
         wide = magic == [20240801] or 100 * high < len(ids) // 2 and low > 15
         text = ((ids > 0x8ff) & (ids & 0x8080 == 0)).sum() > 0.6 * max(9, len(ids))  # ASCII in pairs
-        looks = "ids of 32 bits or 64, not 16" if wide else "text" if text else "ids of characters"
-        if magic != [MAGIC] and (wide or text or Path(path).with_name("meta.pkl").exists()):
+        looks = other or ("ids of 32 bits or 64, not 16" if wide else "text" if text else "ids of characters")
+        if magic != [MAGIC] and (wide or other or text or Path(path).with_name("meta.pkl").exists()):
             sys.exit(f"{path} looks like {looks}; run: python prepare.py text --input TEXT --name {args.name}")
     build(args, {}, files)
 
@@ -396,8 +396,8 @@ def main(argv):
     add = parser.add_argument
     add("command", nargs="?", default="pysrc", choices=COMMANDS)
     add("what", nargs="?", help="import: a .bin or a folder of them; verify, show: a dataset")
-    add("--input", nargs="+", metavar="PATH", help="text: files, folders")
-    add("--val_fraction", type=float, default=0.02, help="text: share of documents that validates (0.02)")
+    add("--input", nargs="+", action="extend", metavar="PATH", help="text: files, folders")
+    add("--val_fraction", type=float, default=0.02, help="text: share that validates, if no file is named val (0.02)")
     add("--field", metavar="NAME", default="text", help="where the text of .jsonl and .parquet is (text)")
     add("--name", help="of the dataset to make; text and import need it")
     add("--tokenizer", choices=TOKENIZERS, help="default: a corpus' own, gpt2 for import, else bytes")
@@ -407,14 +407,14 @@ def main(argv):
     sys.stdout.reconfigure(errors="replace")  # for ASCII terminals
     args = parser.parse_args(argv)
     takes = {"text": ["input", "name"], "import": ["what", "name"], "verify": ["what"], "show": ["what"]}
-    given = [name for name in ("what", "input", "name") if getattr(args, name)]
-    if given != takes.get(args.command, given and ["name"]):
-        parser.error(f"{args.command} takes {' and '.join(takes.get(args.command, ['name']))}; see --help")
+    given = [name for name in ("what", "input", "name") if getattr(args, name) and all(getattr(args, name))]
+    if given != takes.get(args.command, given and ["name"]) or not 0 <= args.val_fraction <= 1:
+        parser.error(f"{args.command} takes {' and '.join(takes.get(args.command, ['name']))}; a fraction is 0 to 1")
     args.name = args.name or args.command
     if not re.fullmatch(r"(?!.*(_train|_val|\.partial$))\w[\w.-]*", args.name):
         sys.exit(f"--name {args.name}: give letters, digits, _ . -, without _train or _val, no .partial")
     own = "bytes" if args.command in ("pysrc", "text") else SOURCES.get(args.command, {}).get("tokenizer", "gpt2")
-    args.tokenizer = args.tokenizer or ("llama2" if args.tokenizer_file else own)
+    args.tokenizer = args.tokenizer or ("llama2" if args.tokenizer_file is not None else own)
     try:
         if args.tokenizer == "llama2" and not args.tokenizer_file:
             import huggingface_hub as hub

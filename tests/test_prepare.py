@@ -265,7 +265,7 @@ def test_import_refuses_what_is_cut_or_of_another_tokenizer():
 
 def test_of_others_shards_one_line_says_what_was_found_and_what_to_run(capsys):
     write_shard("data/llmc/tiny_shakespeare_train.bin", range(500), ours=False)
-    refused("no manifest.json; .*python prepare.py import data/llmc ", "verify", "llmc")
+    refused("no manifest.json of it; .*python prepare.py import data/llmc ", "verify", "llmc")
     refused("not made by prepare.py", "import", "data/llmc", "--name", "llmc")
     write("llama3/edu_fineweb_train_000001.bin", np.array([20240801, 7, 128_000], "<u4").tobytes())
     refused("llama3/.* ids of 32 bits.*python prepare.py text", "import", "llama3", "--name", "llama3")
@@ -275,6 +275,9 @@ def test_of_others_shards_one_line_says_what_was_found_and_what_to_run(capsys):
     prepare.main(["import", "data/llmc", "--name", "mine"])
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("data/mine has no val tokens: ") and last.endswith("--dataset=mine --val_dataset=ANOTHER")
+    Path("data/mine").rename("data/mine.partial")
+    prepare.main(["import", "data", "--name", "once"])
+    assert tokens("once", "train").tolist() == [*range(500)]
 
 ODD = ["a[1]", "a*", "a?", "{a,b}", "x::a", "file:", "~", "[!a]", "%41", "a b#"]
 
@@ -300,9 +303,13 @@ def test_an_import_refuses_ids_of_another_width():
         for part in ids, ids % 65, sparse, ids % 50000 + 65536 * (ids % 2), labels:
             write("wide/train.bin", part.astype(width).tobytes())
             refused("wide/train.bin .* ids of 32 bits or 64.*prepare.py text", "import", "wide", "--name=wide")
-    for part in Path(__file__).read_bytes(), (ids % 65).astype("u1").tobytes():
-        write("wide/train.bin", part)
-        refused("wide/train.bin looks like text; ", "import", "wide", "--name=wide")
+    np.save("wide.npy", ids.astype("<u2"))
+    for part, looks in ((Path(__file__).read_bytes(), "text"), ((ids % 65).astype("u1"), "text"),
+                        ((ids % 65).astype(">i4"), "ids of 32 bits or 64, not 16"),
+                        (Path("wide.npy").read_bytes(), "a file of NumPy's"), (b"LITPKDS  ", "a file of lit-gpt's")):
+        write("wide/train.bin", bytes(part))
+        refused(f"wide/train.bin looks like {looks}; ", "import", "wide", "--name=wide")
+    os.remove("wide.npy")
     assert os.listdir() == ["wide"]
     for n, part in enumerate([ids, ids % 3, sparse, ids * 0, [5, 0], np.repeat([7, 0, 0, 0], 99)]):
         write(f"n{n}/train.bin", np.asarray(part, "<u2").tobytes())
@@ -312,16 +319,19 @@ def test_an_import_refuses_ids_of_another_width():
 def test_what_is_held_out_is_not_trained_on(capsys):
     """By whole words of its name or its folders': contest is not left out, nor is latest."""
     for n, name in enumerate([
-            "val", "b/Validation/0", "train/valid", "contest_train", "latest/train", "train/interval",
+            "val", "b/Validation/0", "train/validset", "contest_train", "latest/train", "train/interval",
             "test", "a/my-test_01", "test/0", "train/Test/0", "train.dev", "tests/train", "held-out", "train/holdout",
-            "testing/0", "hold-out", "testdata/0", "devtest", "evaluation", "all/0"]):
+            "testing/0", "hold-out", "testdata/0", "newstest2014",
+            "evaluations", "all/0"]):
         write(f"ids/{name}.bin", np.array([n], "<u2").tobytes())
         write(f"in/{name}.txt", str(n))
     os.remove("ids/all/0.bin")
     write("ids/part0.bin", np.array([99], "<u2").tobytes())
-    for link, target in ("in/a0", "test"), ("in/a1", "b/Validation"), ("in/tests/0.txt", "../all/0.txt"):
+    write("in/part/0.txt", "99")
+    for link, target in (("in/test_part", "part"), ("in/a0", "test"), ("in/a1", "b/Validation"),
+                         ("in/tests/0.txt", "../all/0.txt")):
         os.symlink(target, link)
-    for left_out, argv in (14, ["import", "ids", "--name=ids"]), (14, COMMAND):
+    for left_out, argv in (14, ["import", "ids", "--name=ids"]), (15, COMMAND):
         prepare.main(argv)
         assert f"left out: {left_out} " in capsys.readouterr().out.splitlines()[0]
     for split, numbers in ("val", [0, 1, 2]), ("train", [3, 4, 5]):
@@ -332,7 +342,7 @@ def test_what_is_held_out_is_not_trained_on(capsys):
     folders = [f"corpus/{split}/en" for split in ("test", "train", "val")]
     for folder in folders:
         write(f"{folder}/0.txt", folder)
-    prepare.main(["text", "--name=globbed", "--input", *folders])
+    prepare.main(["text", "--name=globbed", "--input", folders[1], "--input", *folders[::2]])
     assert (texts("globbed", "train"), texts("globbed", "val")) == (folders[1:2], folders[2:])
     write("dev/notes/a.txt", "a")
     write("b.txt", "b")
@@ -402,7 +412,9 @@ def test_when_a_damaged_file_is_mended_the_same_command_goes_on(mended, monkeypa
     ("--workers", "--workers=0"), ("--workers", "--workers=-1"),
     *(("--tokens", f"--tokens={x}") for x in ("inf", "nan", "9MB")),
     ("pysrc takes name;", "--input in --name=a"), ("c4 takes name;", "c4 in"), ("verify takes what;", "verify"),
-    *(("text takes input and name;", f"text {words}") for words in ("--input in", "in --input in --name=a"))])
+    ("a fraction is 0 to 1", "text --input in --name=a --val_fraction=5"),
+    *(("text takes input and name;", f"text {words}")
+      for words in ("--input in", "--input= --name=a", "in --input in --name=a"))])
 def test_a_number_is_a_number_and_nothing_is_ignored(told, words, capsys):
     with pytest.raises(SystemExit, match="2"):
         prepare.main(words.split())
