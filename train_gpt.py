@@ -482,8 +482,7 @@ def load_checkpoint(path, model, optimizers=()):
             entry = saved["optimizer"][name].items()
             fresh["state"][i] = {key: t if key == "step" else optim.placed_like(t, p) for key, t in entry}
         opt.load_state_dict(fresh)
-    del saved["model"], saved["optimizer"]  # which are large
-    return saved
+    return {name: saved[name] for name in saved.keys() - {"model", "optimizer"}}  # which are large
 
 # ---- Main ----
 def init_ranks():
@@ -532,7 +531,7 @@ def build_model(vocab):
 FORMATS = dict(train_time="{:.3f}s", step_avg="{:.2f}ms", time_left="{:.0f}s", lr="{:.6g}",
                tokens_per_s="{:.0f}", peak_memory_mib="{:.0f}", optimizer_state_mib="{:.1f}")
 
-def open_log(path, model):
+def open_log(path, model, facts):
     """Begins a log, or goes on with it. Returns log(line, figures, step), for screen, file and wandb."""
     if wandb:
         import wandb as client  # the name wandb is the flag
@@ -541,7 +540,8 @@ def open_log(path, model):
     file = open(path, "a" if resume == "auto" else "x", encoding="utf-8", buffering=1)  # line by line
     if file.tell() == 0:
         environment = dict(torch=torch.__version__, hardware=hardware(), world_size=world,
-                           started=time.ctime(), parameters=sum(p.numel() for p in model.parameters()))
+                           started=time.ctime(), parameters=sum(p.numel() for p in model.parameters()),
+                           data=sum(map(sum, facts["data"] + facts["val_data"])))  # other data, another sum
         head = [f"{name}: {value}\n" for name, value in environment.items()]
         head += [f"--{name}={value}\n" for name, value in settings().items()]
         file.write(("=" * 100 + "\n").join([*SOURCES, "".join(head), ""]))
@@ -656,7 +656,7 @@ def main(argv):
 
     if rank == 0 and log_file.exists() and not path:  # of a start that saved nothing
         log_file.rename(f"{log_file}.{time.time_ns()}")
-    log = open_log(log_file, model) if rank == 0 else lambda *_: None
+    log = open_log(log_file, model, facts) if rank == 0 else lambda *_: None
     if resume or init_from:
         begun = "began" if init_from and not path else "resumed"
         log(f"{begun}:step:{step} world_size:{world} changed:{changed}")

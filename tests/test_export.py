@@ -42,12 +42,14 @@ def test_an_export_loads_with_auto_classes_and_has_our_logits(script, settings):
     assert (ours(ids)[..., :257] - logits).abs().max() > 1e-3
 
 @pytest.mark.parametrize("argv, what", [
-    (["nowhere"], "nowhere"), (["bad.pt"], "checksum"), (["other.pt"], "train_vit"), (["checkpoints/run"], "hf/run"),
-    (["llama2.pt", "--out=x"], "data/tiny/tokenizer.model"), (["checkpoints/run", "--out=x"], "logits differ")])
+    (["nowhere"], "nowhere"), (["bad.pt"], "damaged"), (["other.pt"], "train_vit"), (["checkpoints/run"], "hf/run"),
+    (["less.pt"], "Missing key"), (["llama2.pt", "--out=x"], "data/tiny/tokenizer.model"),
+    (["checkpoints/run", "--out=x"], "logits differ")])
 def test_a_mistake_is_one_line_and_writes_nothing(argv, what, monkeypatch):
     saved = save("train_gpt.py")[1]
     torch.save(saved | dict(script="train_vit.py"), "other.pt")
     torch.save(saved | dict(vocab=32000), "llama2.pt")
+    torch.save(saved | dict(model={"embed.weight": saved["model"]["embed.weight"]}), "less.pt")
     Path("bad.pt").write_bytes(Path("other.pt").read_bytes().replace(b"train_vit", b"train_gpt"))
     Path("hf/run").mkdir(parents=True)
     monkeypatch.setattr(train_gpt, "rotate", lambda x, cos, sin: x)  # as if someone took RoPE away

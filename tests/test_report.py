@@ -100,10 +100,10 @@ def test_loss_at_the_time_of_the_baselines_run_by_hand(logs):
     row = make("--clock", "--tables")[3]["muon-vs lr=0.01"]
     assert (row["loss then"], row["Δ then"]) == ("0.8488 (1.0000 ± 2.5412)", "+0.1512 (+0.0000 ± 2.5412)")
     text = (logs / "muon-2.txt").read_text()
-    for old, new in ("a CPU", "another"), ("--optimizer", "--compile=False\n--optimizer"):
+    for old, key in ("hardware: a CPU", "hardware"), ("--optimizer", "compile"), ("--optimizer", "micro_batch_size"):
+        new = "hardware: another" if key == "hardware" else f"--{key}=1\n--optimizer"
         (logs / "muon-2.txt").write_text(text.replace(old, new))
         assert "loss then" not in str(tables := make("--clock", "--tables")) and "ms an update" not in str(tables)
-        key = "compile" if "compile" in new else "hardware"
         assert f"- gpt: no times, as {key} differs" in open("report/report.md").read()
 
 def test_the_cost_is_that_of_updates_11_to_210_and_smoothing_halves_in_five_per_cent_of_the_budget():
@@ -175,7 +175,7 @@ def test_what_a_resumed_run_does_again_counts(logs):
         run = report.Run("a", f"{head}{again}resumed:step:300 world_size:1 {changed}{what}\nstep:400{tail}")
         assert [run.settings[key] for key in ("adam_betas", "wandb", "seed")] == ["(0.9, 0.95)", "", "2"]
     assert run.problem == "" and list(run.points["val_loss"]) == [5, 3, 2, 1.5, 1.2, 1]
-    other = head + "resumed:step:300 changed:learning_rate=0.5,wandb=x\nstep:400"
+    other = head + "step:400/500 train_time:0.resumed:step:300 ranks:1 changed:learning_rate=0.5,wandb=x\nstep:400"
     killed = report.Run("a", f"{other}/500 val_loss:9.0\nresumed:step:300 changed:nothing\nstep:400{tail}")
     assert killed.settings["lr"] == "0.01" and "resumed" not in killed.settings  # it saved nothing with 0.5
     (logs / "other.txt").write_text(other + tail)
@@ -190,7 +190,9 @@ def test_experiments_are_kept_apart_and_rows_named_by_what_differs(logs):
     for gamma in 1.0, 1000.0:
         (logs / f"{gamma}.txt").write_text(log("muon-nsr", gamma=gamma))
     (logs / "fork.txt").write_text("#" + log(k=8))  # a global that the others do not have
-    losses, *_, other, cost = make("--by_code")
+    (logs / "data.txt").write_text(log().replace("a CPU", "a CPU\ndata: 7"))
+    losses, *_, data, other, cost = make("--by_code")
+    assert list(data) == ["muon lr=0.01"]
     rows = ["muon lr=0.01 k=8 code=2", "muon lr=0.01 code=1", "muon-nsr lr=0.01 gamma=1", "muon-nsr lr=0.01 gamma=1000"]
     assert list(losses) == [*rows, "muon-vs lr=0.01"] and list(other) == list(cost) == ["muon lr=0.01"]
     assert "code=2: 1 logs, as logs/fork.txt" in open("report/report.md").read()
@@ -200,10 +202,15 @@ def test_experiments_are_kept_apart_and_rows_named_by_what_differs(logs):
 def test_what_would_mislead_is_told(logs):
     (logs / "fewer.txt").write_text(log(seed=4, final=0.5, learning_rate=0.02))
     (logs / "begun-late.txt").write_text("#" + re.sub("step:[01]0?0?/.*\n", "", log("muon2")))
-    row = make()[0]["muon2 lr=0.01"]
-    assert (row["20%"], row["40%"]) == ("–", "2.0000")
+    (logs / "coarse.txt").write_text(re.sub("step:[24]00/.*\n", "", log("muon-nsr", 2)))
+    (logs / "fine.txt").write_text(log("muon-nsr").replace("step_avg", "c4/val_loss:9 step_avg"))
+    losses = make("--tuned_on=7")[0]
+    assert [losses["muon2 lr=0.01"][share] for share in ("20%", "40%")] == ["–", "2.0000"]
+    nsr = losses["muon-nsr lr=0.01 gamma=10"]
+    assert nsr["40%"].startswith("2.1250") and nsr["100%"].startswith("1.0000")  # linear between 3 and 1.5
     text = open("report/report.md").read()
-    assert "muon lr=0.02 has a lower mean than muon lr=0.01, but fewer seeds" in text and "code=2: 7 logs" in text
+    assert "muon-vs lr=0.01 was chosen without seed 7" in text
+    assert "muon lr=0.02 has a lower mean than muon lr=0.01, but fewer seeds" in text and "code=2: 9 logs" in text
 
 def test_modded_nanogpt_and_archives(logs):
     for i, (folder, end) in enumerate([("base", 200), ("base", 200), ("early", 125)]):
@@ -214,8 +221,11 @@ def test_modded_nanogpt_and_archives(logs):
     losses, pairs, *_ = make("--only=base|early", "--baseline=base")
     assert list(losses) == ["base updates=200", "early updates=125"] and losses["base updates=200"]["seeds"] == 2
     assert pairs["early updates=125"]["Δ"] == "-1.1950"
+    for path in logs.glob("*.txt"):
+        path.write_text(path.read_text(), newline="\r\n")
     with tarfile.open("logs.tar.xz", "w:xz") as archive:
         archive.add("logs")
+    assert {run.config["optimizer"] for run in report.read_logs(["logs.tar.xz"], only="muon")[0]} == {*FINAL}
     (run, *_), *_ = report.read_logs(["logs.tar.xz"], only="base")
     *_, in_time, _ = make("--only=base|early", "--baseline=base", "--clock", "--tables")
     assert in_time["early updates=125"]["Δ then"] == "-1.1950"

@@ -37,6 +37,8 @@ def end(process):
 def test_grid_and_names():
     axes = sweep.parse(["--optimizer=muon,muon-vs", "--learning_rate=0.005", "--n_layer=2", "--seed=1..2,7"], None)
     runs = sweep.grid(sweep.Path("a/train_gpt.py"), axes)
+    assert sweep.parse(["--seed=2..1"], None) == {"seed": ["2..1"]}  # for the script to refuse
+    assert sweep.plain("(1E-3,.9)") == sweep.plain("(0.001, 0.9)")
     assert list(runs) == [f"gpt-{name}-lr0.005-seed{seed}" for name in ("muon", "muon-vs") for seed in (1, 2, 7)]
     betas = sweep.parse(["--adam_betas=(0.9, 0.95),(0.8,0.9)", "--ns_steps=3, 5"], None)
     assert betas == dict(adam_betas=["(0.9,0.95)", "(0.8,0.9)"], ns_steps=["3", "5"])

@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=40, help=f"that count; a multiple of {STRETCH}")
     args = parser.parse_args()
     args.ours = args.ours or [""]
-    train = script(args.ours[0])
+    train = train_gpt if args.nanogpt else script(args.ours[0])
     train.configure(shlex.split(args.ours[0]))
     train.init_ranks()  # which settles its dtype
 

@@ -10,7 +10,7 @@ what the script lists under "# optimizer" or another script lacks, is a row; of 
 optimizer's best. Where no more than batch size and length differ, a map shows what each optimizer at its best gains
 over the baseline. Only whole runs are averaged, and the first of the same settings and seed; what is left out is named.
 """
-import argparse, itertools, json, math, re, sys, tarfile
+import argparse, io, itertools, json, math, re, sys, tarfile
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,7 @@ from scipy import stats
 
 SHARES = np.array([0.2, 0.4, 0.6, 0.8, 1.0])  # of the budget: where losses are shown, and the targets of speedups
 ENDS = ["val_loss", "val_acc", "optimizer_state_mib", "peak_memory_mib"]
-FACTS = "param_dtype parameters params device hardware device_name world_size torch compile".split()  # [3:]: of clocks
+FACTS = "param_dtype parameters params device hardware device_name world_size torch compile micro_batch_size".split()
 CURVES = {"validation loss": "val_loss", "smoothed validation loss": "val_loss", "smoothed training loss": "train_loss",
           "next-token accuracy": "val_acc"}
 RUN_SETTINGS = set("""  seed preset run_name resume micro_batch_size activation_checkpointing log_interval eval_interval
@@ -40,12 +40,12 @@ class Run:
 
     def __init__(self, name: str, text: str):
         self.name, self.final, self.problem = name, {}, ""
-        parts = re.split(r"^={100}\n", text.replace("learning_rate=", "lr="), maxsplit=3, flags=re.M)
+        parts = re.split(r"^={100}\n", re.sub(r"\blearning_rate=", "lr=", text), maxsplit=3, flags=re.M)
         self.ours = len(parts) == 4 and "\n--optimizer=" in parts[2]
         self.source = parts[0] + parts[1] * self.ours if len(parts) > 1 else ""
         head = parts[2] if self.ours else f"--optimizer={Path(name).absolute().parent.name}"
-        self.settings = dict(re.findall(r"^--(\w+)=(.*?)(?:\.0)?$", head, re.M))
         self.facts = dict(re.findall(r"^(\w+): (.*)$", head, re.M))
+        self.settings = dict(re.findall(r"^--(\w+)=(.*?)(?:\.0)?$", head, re.M)) | {"data": self.facts.get("data")}
         self.title = re.search(r"python train_(gpt|llama)\.py|$", self.source)[1] or "runs"  # its own first command
         self.unit = "nats per byte" if self.settings.get("dataset") == "pysrc" else "nats per token"
         self.read(parts[3] if self.ours else "".join(parts[1:] or parts))
@@ -58,8 +58,8 @@ class Run:
     def read(self, body: str) -> None:
         points, step, settings = {}, 0, {-1: self.settings}  # from which step on they held
         for line in re.findall(r"(.+)(?:\n|(?<=ms)\Z)", body):  # none that is torn
-            if line.startswith("resumed:step:"):
-                step, self.final, self.problem = int(re.match(r"resumed:step:(\d+)", line)[1]), {}, ""
+            if match := re.search(r"resumed:step:(\d+) ", line):  # also behind a torn line
+                step, self.final, self.problem = int(match[1]), {}, ""
                 points = {k: point for k, point in points.items() if k <= step}
                 settings = {k: held for k, held in settings.items() if k < step}  # what the checkpoint was made with
                 changed = dict(re.findall(r"(\w+)=(.*?)(?:\.0)?(?=,\w+=|,[\w ]*data|$)", line))
@@ -83,7 +83,7 @@ class Run:
             self.settings["updates"] = str(self.last.name)
 
 def figures(line: str) -> dict[str, float]:  # times in seconds
-    found = re.findall(r"(\w+):(-?\d[\d.]*(?:e[-+]?\d+)?)(ms|s|)(?= |$)", line)
+    found = re.findall(r"(?<!\S)(\w+):(-?\d[\d.]*(?:e[-+]?\d+)?)(ms|s|)(?= |$)", line)
     return {name: float(x) / (1000 if unit == "ms" else 1) for name, x, unit in found}
 
 def texts(paths: list[str]):
@@ -91,8 +91,8 @@ def texts(paths: list[str]):
     for path in map(Path, paths):
         if path.is_file() and tarfile.is_tarfile(path):
             with tarfile.open(path) as archive:
-                for member in (m for m in archive if m.name.endswith(".txt")):
-                    yield f"{path}/{member.name}", archive.extractfile(member).read().decode(errors="replace")
+                for m in (m for m in archive if m.name.endswith(".txt") and not m.isdir()):
+                    yield f"{path}/{m.name}", io.TextIOWrapper(archive.extractfile(m), "utf-8", "replace").read()
         else:
             for file in path.rglob("*.txt") if path.is_dir() else [path]:
                 yield str(file), file.read_text(encoding="utf-8", errors="replace")
@@ -127,12 +127,15 @@ class Row:
         self.final = self.end["val_loss"]
 
     def curve(self, name: str, clock: bool = False) -> tuple[pd.DataFrame, pd.DataFrame]:
-        """Updates (or seconds) and one of CURVES, (updates, seeds) each, at the updates that all seeds have."""
-        y = pd.concat({s: run.points[CURVES[name]].dropna() for s, run in self.runs.items()}, axis=1, join="inner")
+        """Updates (or seconds) and one of CURVES, (updates, seeds) each, linear where a seed has none."""
+        points = {s: run.points for s, run in self.runs.items()}
+        y = pd.concat({s: p[CURVES[name]].dropna() for s, p in points.items()}, axis=1,
+                      join="inner" if "training" in name else "outer").sort_index()
+        y = y.interpolate("index", limit_area="inside").dropna()
         if name.startswith("smoothed") and len(y):
             half_life = pd.Timedelta(seconds=0.05 * y.index[-1])  # of an exponential mean; a second is an update
             y = y.ewm(halflife=half_life, times=pd.to_datetime(y.index, unit="s")).mean()
-        x = {s: run.points["train_time"][y.index] if clock else y.index for s, run in self.runs.items()}
+        x = {s: np.interp(y.index, p.index, p["train_time"]) if clock else y.index for s, p in points.items()}
         return pd.DataFrame(x, index=y.index, dtype=float), y
 
 def group(items: list, key) -> list[list]:
@@ -159,13 +162,15 @@ class Experiment:
         for peers in group(rows, lambda row: row.optimizer):
             for row in peers:  # its name has what sets it apart
                 shown = [f"{key}={x}" for key, x in row.config.items() if key in ("lr", "updates") or key == "gamma"
-                         and "nsr" in row.optimizer or any(peer.config.get(key) != x for peer in peers)]
+                         and "nsr" in row.optimizer or any(peer.config.get(key) != x for peer in peers)
+                         or len({run.shared.get(key) for run in runs}) > 1]
                 row.label = " ".join([row.optimizer, *shown])
             tuned = [row for row in peers if row in self.tuning]
             best = min(tuned or peers, key=lambda row: (-len(row.final), row.final.mean()))
             fewer = [row.label for row in peers if not tuned and row.final.mean() < best.final.mean()]
             self.notes += [f"{label} has a lower mean than {best.label}, but fewer seeds" for label in fewer]
             self.best |= {row.optimizer: row for row in peers if row.label == best.label and row not in tuned}
+            self.notes += [f"{best.label} was chosen without seed {tuned_on}"] * bool(tuned_on and not tuned)
             chosen = f"{best.label}, best at seed {tuned_on}, "
             self.notes += [chosen + "has no other seed"] * (best.optimizer not in self.best)
             for key in [key for key in ("lr", "adam_lr") if f" {key}=" in best.label]:
@@ -190,7 +195,7 @@ def experiments(runs: list[Run], baseline: str, tuned_on: str) -> list[list[Expe
 def describe(runs: list[Run]) -> str:
     """Model, data, budget, schedule and precision: all settings that the runs share; then the machines."""
     facts = pd.DataFrame([run.settings | run.facts for run in runs])
-    lines = [f"- {name}: {' and '.join(sorted(set(facts[name].dropna())))}" for name in FACTS[:-1] if name in facts]
+    lines = [f"- {name}: {' and '.join(sorted(set(facts[name].dropna())))}" for name in FACTS[:-2] if name in facts]
     shared = [f"{key}={x}" for key, x in runs[0].shared.items() if x and all(run.shared.get(key) == x for run in runs)]
     return "\n".join(["", "- " + (" ".join(shared) or "settings: those of the logs' sources"), *lines, ""])
 
@@ -372,7 +377,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("logs", nargs="*", help="logs, folders with *.txt, archives of them")
     parser.add_argument("--out", type=Path, default="report", help="folder for report.md and PNGs")
-    parser.add_argument("--only", default="", metavar="REGEX", help="leave out logs whose path it does not match")
+    parser.add_argument("--only", type=re.compile, default="", metavar="REGEX", help="use logs whose path it matches")
     parser.add_argument("--baseline", default="muon", help="an optimizer, or the name of a row")
     parser.add_argument("--tuned_on", default="", metavar="SEED", help="a seed that only chooses each optimizer's row")
     parser.add_argument("--tables", action="store_true", help="no figures but the map")

@@ -6,7 +6,7 @@ Prints texts that a trained model writes.
 The model is that of the train script which saved the checkpoint, with all that you have changed in it. A text begins
 with a document, or with the prompt at the beginning of one, and ends with the document or after --max_new_tokens.
 """
-import argparse, importlib, sys, zipfile
+import argparse, importlib, os, sys
 from pathlib import Path
 
 import torch
@@ -18,26 +18,21 @@ def load_checkpoint(path: Path, device: str = "cpu"):
     """The content of a .pt file, or of a folder's newest one, its train script as a module, and its Model in fp32."""
     file = max(path.glob(f"step_{8 * '[0-9]'}.pt"), default=path)
     try:
-        if damaged := zipfile.ZipFile(file).testzip():  # compares the checksums that torch.save has written
-            raise ValueError(f"{damaged} does not match its checksum")
-        saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        source = ROOT / saved["script"]
-    except Exception as error:  # it may be any file
+        saved = importlib.import_module("train_gpt").read_checkpoint(file)  # of either script
+        script = importlib.import_module(Path(saved["script"]).stem)
+        if saved["code"][0] != (ROOT / saved["script"]).read_text(encoding="utf-8"):
+            print(f"{file} was saved by another {saved['script']}; its model may differ", file=sys.stderr)
+        vars(script).update(saved["globals"], device=device, dtype="float32")  # its functions read them
+        model = script.Model(len(saved["model"]["embed.weight"])).to(device)
+        model.load_state_dict(saved["model"])
+    except Exception as error:  # it may be any file, or of another model
         sys.exit(f"cannot read {file} ({error!r:.120}); give checkpoints/RUN or a step_N.pt of it")
-    if not source.is_file():
-        sys.exit(f"{file} was saved by {source.name}, which is not in {ROOT}; put it there")
-    if saved["code"][0] != source.read_text(encoding="utf-8"):
-        print(f"{file} was saved by another {source.name}; its model may differ", file=sys.stderr)
-    script = importlib.import_module(source.stem)
-    vars(script).update(saved["globals"], device=device, dtype="float32")  # its functions read them
-    model = script.Model(len(saved["model"]["embed.weight"])).to(device)
-    model.load_state_dict(saved["model"])
     return saved, script, model.eval()
 
 def load_tokenizer(saved: dict, file: Path | None = None):
     """encode(text) -> ids, decode(ids) -> text and the library's own object. `file`: Llama 2's vocabulary."""
     if saved["vocab"] == 257:  # bytes
-        return lambda text: list(text.encode()), lambda ids: bytes(ids).decode(errors="replace"), None
+        return lambda text: list(os.fsencode(text)), lambda ids: bytes(ids).decode(errors="replace"), None
     try:
         if saved["vocab"] == 50257:
             import tiktoken
@@ -45,6 +40,7 @@ def load_tokenizer(saved: dict, file: Path | None = None):
             return gpt2.encode_ordinary, gpt2.decode, gpt2
         from sentencepiece import SentencePieceProcessor
         llama2 = SentencePieceProcessor(str(file or Path("data", saved["globals"]["dataset"], "tokenizer.model")))
+        assert llama2.get_piece_size() == saved["vocab"], f"found one of {llama2.get_piece_size()}"
         return llama2.encode, llama2.decode, llama2
     except Exception as error:  # of the import, the network or the file
         sys.exit(f"no vocabulary of {saved['vocab']} ids ({error!r:.150}); pip install tiktoken sentencepiece, and for "

@@ -23,7 +23,8 @@ def parse(words: list[str], error) -> dict[str, list[str]]:
         axes.setdefault(match[1], [])
         for value in re.split(r",(?![^(]*\))", re.sub(", +", ",", match[2])):  # at commas outside parentheses
             ends = re.fullmatch(r"(\d+)\.\.(\d+)", value)
-            axes[match[1]] += map(str, range(int(ends[1]), int(ends[2]) + 1)) if ends else [value]
+            numbers = range(int(ends[1]), int(ends[2]) + 1) if ends else []
+            axes[match[1]] += map(str, numbers or [value])  # 4..1 is for the script to refuse
     return axes
 
 def grid(script: Path, axes: dict[str, list[str]]) -> dict[str, dict[str, str]]:
@@ -49,8 +50,8 @@ def finished(log: Path, settings: dict[str, str], script: Path) -> bool:
             sys.exit(f"{log} is of --{name}={found[1]}, not {value}; move it and checkpoints/{log.stem} away")
     return re.search(r"^final ", body, re.M) is not None
 
-def plain(value: str):
-    return float(value) if re.fullmatch(r"-?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", value) else value.lower().replace(" ", "")
+def plain(value: str) -> str:  # alike for (.9, 1) and (0.9, 1.0), 1E-3 and 0.001, True and true
+    return re.sub(r"(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", lambda x: str(float(x[0])), value.lower().replace(" ", ""))
 
 def start(script: Path, name: str, settings: dict[str, str], job: int, jobs: int) -> subprocess.Popen:
     """Starts a run, in a session of its own: Ctrl-C reaches it through us, once."""
