@@ -103,8 +103,8 @@ CHOICES = dict(preset=[name for name in PRESETS if "/" not in name], optimizer=[
                device=["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
 AT_LEAST_1 = ["n_layer", "n_head", "n_embd", "block_size", "batch_size", "qkv_split", "log_interval",
               "eval_interval", "checkpoint_interval"]  # other numbers may be 0
-rank = int(os.environ.get("RANK", 0))  # as torchrun sets it
-world = int(os.environ.get("WORLD_SIZE", 1))
+world = int(os.environ.get("WORLD_SIZE", 1))  # as torchrun sets it
+rank = int(os.environ.get("RANK", 0)) % world  # a job script may set RANK alone
 local_rank = int(os.environ.get("LOCAL_RANK", rank % max(1, torch.cuda.device_count())))
 
 def settings():
@@ -331,6 +331,7 @@ def first_sequence(step):
 def update(step, model, optimizers, shards):
     """One update. Returns the loss of this rank's sequences and the norm of the whole gradient, as tensors on
     the device, since reading them would wait for a GPU."""
+    set_schedules(step, optimizers)
     torch.manual_seed(hash((seed, step, rank)))  # for a fork's dropout
     first, end = first_sequence(step), first_sequence(step + 1)
     if end <= first or (end - first) % (world * micro_batch_size):
@@ -345,7 +346,6 @@ def update(step, model, optimizers, shards):
         loss += part.detach()
     norm = nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    set_schedules(step, optimizers)
     for opt in optimizers:
         opt.step()
         opt.zero_grad()
@@ -380,10 +380,10 @@ def hardware():
     return f"{torch.cpu.get_capabilities().get('cpu_name', 'CPU')}, {torch.get_num_threads()} threads a rank"
 
 def mfu(model, tokens_per_s):
-    """Model FLOPs utilisation, where the GPU's bf16 peak is known. A token costs 6 FLOPs a matrix parameter
-    and 12 n_layer D T for attention, forward and backward (PaLM, appendix B)."""
+    """Model FLOPs utilisation, where the GPU's bf16 peak is known. A token costs 6 FLOPs a parameter of
+    blocks and head (as embed's) and 12 n_layer D T for attention, forward and backward (PaLM, appendix B)."""
     peaks = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100-SXM4-80GB": 312e12}
-    matrices = sum(p.numel() for p in model.blocks.parameters() if p.ndim >= 2) + model.head.weight.numel()
+    matrices = sum(p.numel() for p in model.blocks.parameters() if p.ndim >= 2) + model.embed.weight.numel()
     flops = 6 * matrices + 12 * n_layer * n_embd * block_size
     return tokens_per_s * flops / (peaks[hardware()] * world) if hardware() in peaks else None
 
@@ -399,7 +399,7 @@ def parameters_of(opt, model):
 def whole(t):
     """t on rank 0's CPU, None elsewhere. All ranks must call it: of a DTensor each has a part."""
     t = t.full_tensor() if isinstance(t, DTensor) else t
-    return t.cpu() if rank == 0 else None
+    return optim.whole_on_cpu(t) if rank == 0 else None
 
 def save_checkpoint(model, optimizers, facts, step, train_time):
     """Writes step_N.pt whole or not at all, and removes old ones. All ranks call it; each may hold parts."""
@@ -466,11 +466,11 @@ def changes(saved, facts):
     return ",".join(changed) or "nothing"
 
 def load_checkpoint(path, model, optimizers=()):
-    """Loads weights and, by the parameters' names, the state of optimizers, not what they keep in groups.
-    Returns the rest."""
+    """Loads weights and, by name, optimizers' state, but not what is in their groups. Returns the rest."""
     own = model.state_dict()
     try:
         saved = read_checkpoint(path)
+        assert {"code", "globals", "data", "vocab"} <= saved.keys(), "it has weights alone"
         model.load_state_dict({name: optim.placed_like(t, own[name]) for name, t in saved["model"].items()})
     except Exception as error:  # it may be any file
         sys.exit(f"found no checkpoint of this model in {path}: {error!r:.300}")
@@ -480,7 +480,8 @@ def load_checkpoint(path, model, optimizers=()):
         fresh = opt.state_dict()  # options of this start, and no state yet
         for i, (name, p) in enumerate(parameters_of(opt, model)):
             entry = saved["optimizer"][name].items()
-            fresh["state"][i] = {key: t if key == "step" else optim.placed_like(t, p) for key, t in entry}
+            fresh["state"][i] = {k: optim.placed_like(t, p) if k != "step" and getattr(t, "ndim", 0) else t
+                                 for k, t in entry}  # numbers have no parts
         opt.load_state_dict(fresh)
     return {name: saved[name] for name in saved.keys() - {"model", "optimizer"}}  # which are large
 
@@ -563,7 +564,7 @@ def report(figures, optimizers, log):
     """The last line, with memory and optimizer state of the rank that has most."""
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     buffers = [t for opt in optimizers for entry in opt.state.values() for t in entry.values()]
-    state = sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in buffers)
+    state = sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in buffers if torch.is_tensor(t))
     most = torch.tensor([torch.cuda.max_memory_allocated() or rss, state], device=device) / 2**20
     memory, state = over_ranks(most, dist.ReduceOp.MAX).tolist()
     log("final", figures | dict(peak_memory_mib=memory, optimizer_state_mib=state), max_iters)

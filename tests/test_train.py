@@ -252,10 +252,20 @@ def test_wandb_gets_the_figures_and_the_final_line(monkeypatch):
 
 # ---- Checkpoints ----
 def with_dropout(module):
-    forward = module.MLP.forward
-    module.MLP.forward = lambda self, x: torch.nn.functional.dropout(forward(self, x), 0.1, self.training)
+    forward, module.set_schedules = module.MLP.forward, lambda step, _: setattr(module, "rate", 0.1 + step / 100)
+    module.MLP.forward = lambda self, x: torch.nn.functional.dropout(forward(self, x), module.rate, self.training)
+    module.rate = 0.0
 
-@pytest.mark.parametrize("optimizer, meddle", [("adamw", with_dropout), ("muon-vs", id), ("normuon", id)])
+def with_a_counter(module):
+    build = module.build_optimizers
+    def build_optimizers(model):
+        optimizers = build(model)
+        for p in optimizers[0].param_groups[0]["params"]:
+            optimizers[0].state[p]["calls"] = 3  # an int
+        return optimizers
+    module.build_optimizers = build_optimizers
+
+@pytest.mark.parametrize("optimizer, meddle", [("adamw", with_dropout), ("muon-vs", with_a_counter), ("normuon", id)])
 def test_half_and_half_is_the_whole_bit_for_bit(optimizer, meddle):
     run = dict(optimizer=optimizer, meddle=meddle)
     whole = train("whole", **run)
@@ -364,6 +374,8 @@ def test_weights_alone_and_evaluation_alone(capsys):
     train("run", resume="auto", eval_only=True, optimizer="muon")  # whatever trained it
     told = capsys.readouterr().out
     assert told.startswith(f"val_loss:{loss:.5f} val_acc:") and told.endswith(" changed:optimizer=muon\n")
+    torch.save({"model": checkpoint("run")["model"]}, "bare.pt")
+    pytest.raises(SystemExit, train, "bare", init_from="bare.pt").match("bare.pt: .*weights alone")
 
 def test_a_second_ctrl_c_ends_the_run_at_once():
     """SIGTERM, which launchers send with Ctrl-C, does not."""
@@ -425,6 +437,8 @@ def test_ranks_that_see_other_checkpoints_end(alone):
 def test_ranks_that_srun_starts_take_a_gpu_each(monkeypatch):
     """It sets no LOCAL_RANK; with --gpus-per-task=1 a rank sees one GPU alone."""
     monkeypatch.setenv("RANK", "5")
+    assert fresh().rank == 0
+    monkeypatch.setenv("WORLD_SIZE", "8")
     for gpus, expected in (4, 1), (1, 0), (0, 0):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
         assert fresh().local_rank == expected
