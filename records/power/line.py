@@ -114,9 +114,9 @@ for (cell, dataset), group in runs.groupby(["cell", "dataset"]):
             for other in sorted({0.0, power}):
                 over = f"power {other:g} of {size}, {dataset}"
                 print_gain(curves.droplevel("power"), usual[size, dataset][other], over)
-    if len(line) > 1 and "weight_decay" not in cell:
+    if len(line) > 1 and not re.search("weight_decay|schedule", cell):
         at = np.array(list(line)) + next(shift)
-        name = ", ".join([TOKENS[size], *rest]).replace("n_ffn 352", "Llama").replace("schedule constant", "no decay")
+        name = ", ".join([TOKENS[size], *rest]).replace("n_ffn 352", "Llama")
         for share, axes in panels.items():
             means, halves = np.array(list(line.values()))[:, :, SHARES[share]].T
             axes.errorbar(at, means, halves, marker="o", capsize=3, label=f"{dataset}, {name}")
