@@ -360,7 +360,7 @@ def lr_factor(step):
     return min_lr_frac + (1 - min_lr_frac) * left
 
 def set_schedules(step, optimizers):
-    """Sets what changes from update to update, here the learning rates; "initial_lr" keeps the peaks."""
+    """Sets what changes from update to update, here the learning rates."""
     for opt in optimizers:
         for group in opt.param_groups:
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * lr_factor(step)
@@ -522,7 +522,7 @@ def load_checkpoint(path, model, optimizers=()):
         for i, (name, p) in enumerate(parameters_of(opt, model)):
             entry = saved["optimizer"][name].items()
             fresh["state"][i] = {k: optim.placed_like(t, p) if k != "step" and getattr(t, "ndim", 0) else t
-                                 for k, t in entry}  # numbers have no parts
+                                 for k, t in entry}
         opt.load_state_dict(fresh)
     return {name: saved[name] for name in saved.keys() - {"model", "optimizer"}}  # which are large
 
@@ -544,7 +544,7 @@ def init_ranks():
         hours = datetime.timedelta(hours=4)  # as others wait while one rank saves
         dist.init_process_group("nccl" if device == "cuda" else "gloo", rank=rank, world_size=world,
                                 store=dist.PrefixStore(prefix, store), timeout=hours)
-    if compile and device == "cpu" and not shutil.which(torch._inductor.config.cpp.cxx[-1]):  # g++
+    if compile and device == "cpu" and not shutil.which(torch._inductor.config.cpp.cxx[-1]):
         print("runs uncompiled, so slower, as there is no C++ compiler", file=sys.stderr)
         compile = False
     if dtype == "auto":
@@ -631,9 +631,9 @@ def train(model, optimizers, shards, val_shards, facts, step, train_time, log):
     recent = {}  # what the updates before this pause measured; none before the first
     while True:
         last = step >= max_iters
-        timed = step > first_step  # a start's first update compiles
+        timed = step > first_step
         val_loss, val_acc = evaluate(model, val_shards) if last or step % eval_interval == 0 else (None, None)
-        step_avg = 1000 * (train_time - first_time) / max(1, step - first_step - 1)  # without the first
+        step_avg = 1000 * (train_time - first_time) / max(1, step - first_step - 1)
         figures = dict(val_loss=val_loss, train_time=train_time, step_avg=step_avg, val_acc=val_acc, **recent)
         figures = {name: x for name, x in figures.items() if x is not None}
         log(f"step:{step}/{max_iters}", figures, step)

@@ -162,8 +162,7 @@ class Experiment:
         for peers in group(rows, lambda row: row.optimizer):
             for row in peers:  # its name has what sets it apart
                 shown = [f"{key}={x}" for key, x in row.config.items() if key in ("lr", "updates") or key == "gamma"
-                         and "nsr" in row.optimizer or any(peer.config.get(key) != x for peer in peers)
-                         or len({run.shared.get(key) for run in runs}) > 1]
+                         and "nsr" in row.optimizer or any(peer.config.get(key) != x for peer in peers)]
                 row.label = " ".join([row.optimizer, *shown])
             tuned = [row for row in peers if row in self.tuning]
             best = min(tuned or peers, key=lambda row: (-len(row.final), row.final.mean()))
