@@ -285,7 +285,7 @@ class Muon(torch.optim.Optimizer):
     def _state(self, group, p):
         """The state of p; what is missing is made, zero."""
         state = self.state[p]
-        state.setdefault("step", torch.zeros((), dtype=torch.float32, device="cpu"))
+        state.setdefault("step", torch.tensor(0.0, dtype=torch.float32, device="cpu"))
         for name in VARIANTS[group["variant"]][1:]:
             if name not in state:
                 like = upcast(p[..., :1] if name.startswith("row_") else p)

@@ -1,7 +1,5 @@
-"""
-Tests of optim.py on a CPU: the update rules against a float64 reference and the paper's identities, Newton-Schulz's
-precision, one rank against several, state dicts, and compilation.
-"""
+"""Tests of optim.py on a CPU: the update rules against a float64 reference and the paper's identities, Newton-Schulz's
+precision, one rank against several, state dicts, and compilation."""
 import copy, itertools, math, pickle, time
 from pathlib import Path
 
@@ -314,6 +312,10 @@ def trained():
     opt = Muon(params, lr=0.02, ns_dtype=torch.float32, compile=False)
     run(opt, params, 3)
     return opt, params
+
+def test_fake_tensors_step():  # as where memory is planned
+    with torch._subclasses.FakeTensorMode():
+        trained()
 
 def test_edits_of_state_and_options_count():
     opt, params = trained()
