@@ -22,32 +22,28 @@ def newton_schulz(G, steps=5, eps=1e-7, dtype=None, coefficients=JORDAN, split=1
 
     dtype: of products and result; None for fast_dtype. coefficients: (a, b, c), or a triple for
     each step, the last one repeated. split: rows are cut into so many matrices."""
-    G = upcast(G)
-    X = (G / (norm(G, split) + eps)).to(dtype or fast_dtype(G.device.type))
-    if not isinstance(X, DTensor):
-        return iterate(X, steps, coefficients, split)
+    dtype = dtype or fast_dtype(G.device.type)
+    if isinstance(G, DTensor):
+        # Products need whole matrices: ranks with parts of all k trade them for a few whole ones.
+        places = [Shard(0)] * G.device_mesh.ndim if in_parts(G) else G.placements
+        own = G.to(dtype).redistribute(placements=places).to_local()
+        O = newton_schulz(own, steps, eps, dtype, coefficients, split)
+        O = DTensor.from_local(O, G.device_mesh, places, shape=G.shape, stride=G.stride())
+        return O.redistribute(placements=G.placements)
 
-    # Products need whole matrices: ranks with parts of all k trade them for a few whole ones.
-    places = [Shard(0)] * X.device_mesh.ndim if in_parts(X) else X.placements
-    O = iterate(X.redistribute(placements=places).to_local(), steps, coefficients, split)
-    O = DTensor.from_local(O, X.device_mesh, places, shape=X.shape, stride=X.stride())
-    return O.redistribute(placements=X.placements)
-
-def iterate(X, steps, coefficients, split):
-    """The steps X <- aX + (bA + cA²)X, A = XXᵀ, of matrices (..., m, n) of norm 1."""
     triples = coefficients if isinstance(coefficients[0], tuple | list) else [coefficients]
-    shape = X.shape
-    X = X.reshape(-1, shape[-2] // split, shape[-1])  # (matrices, m / split, n)
+    X = upcast(G).reshape(-1, G.size(-2) // split, G.size(-1))  # (matrices, m / split, n)
+    X = (X / (norm(X, 1) + eps)).to(dtype)
     # On a CPU a matrix alone is faster than a batch of one.
     X, addmm = (X[0], torch.addmm) if len(X) == 1 else (X, torch.baddbmm)
     tall = X.size(-2) > X.size(-1)
     X = X.mT if tall else X
     for i in range(steps):
-        a, b, c = triples[min(i, len(triples) - 1)]
+        a, b, c = triples[min(i, len(triples) - 1)]  # X <- aX + (bA + cA²)X
         A = X @ X.mT
         B = addmm(A, A, A, beta=b, alpha=c)
         X = addmm(X, B, X, beta=a)
-    return (X.mT if tall else X).reshape(shape)
+    return (X.mT if tall else X).reshape(G.shape)
 
 def norm(X, split):
     """For each row the Frobenius norm of its matrix, one of `split`: (..., m, 1)."""

@@ -185,7 +185,7 @@ def test_with_the_exact_polar_factor_all_singular_values_are_s(variant, monkeypa
     def polar(X, *_):
         U, _, Vh = torch.linalg.svd(X, full_matrices=False)
         return U @ Vh
-    monkeypatch.setattr(optim, "iterate", polar)
+    monkeypatch.setattr(optim, "newton_schulz", polar)
     for shape in SHAPES.values():
         p, = parameters(shape, dtype=torch.float64)
         opt = Muon([p], 1, variant, 0.95, 0, adjust_lr_fn="match_rms_adamw", ns_dtype=torch.float64, compile=False)

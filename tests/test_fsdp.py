@@ -119,10 +119,10 @@ class Sent(TorchDispatchMode):
 
 def bytes_of_a_step(rank, world, folder):
     """Of muon-vs: 8 matrices, of which a rank has 16 rows of 32; those travel there and back in ns_dtype, as if there
-    were as many matrices for each rank, with 4 bytes a row for the norm. Batches sharded by expert do not travel."""
+    were as many matrices for each rank. Batches sharded by expert do not travel."""
     mesh, number = init_device_mesh("cpu", (world,)), -(-8 // world) * world
-    for shape, dtype, expected in (((16 * world, 32), torch.bfloat16, number * 2 * 2 * 16 * 32 + 8 * 4 * 16),
-                                   ((16 * world, 32), torch.float32, number * 2 * 4 * 16 * 32 + 8 * 4 * 16),
+    for shape, dtype, expected in (((16 * world, 32), torch.bfloat16, number * 2 * 2 * 16 * 32),
+                                   ((16 * world, 32), torch.float32, number * 2 * 4 * 16 * 32),
                                    ((world, 16, 32), torch.float32, 0)):
         params = [nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)], src_data_rank=None))
                   for p in parameters(*[shape] * 8)]
