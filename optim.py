@@ -163,7 +163,9 @@ def update(weights, gradients, states, variant, lr, weight_decay, adjust_lr_fn, 
         weight.copy_(placed_like(W_new[i], weight))
 
 def placed_like(value, other):
-    """value, a DTensor or whole on each rank, moved to other's device and placements."""
+    """value, a DTensor or whole on each rank, on other's device and placed so, if of its shape."""
+    if getattr(value, "shape", None) != other.shape:  # such as a step
+        return value
     value = value.to(other.device)
     if not isinstance(other, DTensor):
         return value
@@ -325,8 +327,7 @@ class Muon(torch.optim.Optimizer):
                     if name == "step":
                         state[name].fill_(torch.as_tensor(value).max())  # older files: (1, 1)
                     elif name not in state:  # a wrapper's
-                        like_p = torch.is_tensor(value) and value.shape == p.shape
-                        state[name] = placed_like(value, p) if like_p else value
+                        state[name] = placed_like(value, p)
                     elif value.shape == state[name].shape:
                         state[name].copy_(placed_like(value, state[name]))
                     else:

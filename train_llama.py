@@ -517,9 +517,7 @@ def load_checkpoint(path, model, optimizers=()):
     for opt in optimizers:
         fresh = opt.state_dict()  # options of this start, and no state yet
         for i, (name, p) in enumerate(parameters_of(opt, model)):
-            entry = saved["optimizer"][name].items()
-            fresh["state"][i] = {k: optim.placed_like(t, p) if k != "step" and getattr(t, "ndim", 0) else t
-                                 for k, t in entry}
+            fresh["state"][i] = {k: optim.placed_like(t, p) for k, t in saved["optimizer"][name].items()}
         opt.load_state_dict(fresh)
     return {name: saved[name] for name in saved.keys() - {"model", "optimizer"}}  # which are large
 
