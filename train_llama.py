@@ -497,10 +497,9 @@ def find_checkpoint():
 def changes(saved, facts):
     """What of these facts a checkpoint has otherwise, but for what a start may choose for itself."""
     free = "resume", "run_name", "init_from", "eval_only", "micro_batch_size"
-    changed = ["code"] if saved["code"] != SOURCES else []
+    changed = [name for name in ("code", "data", "val_data") if saved[name] != facts[name]]
     changed += [f"{name}={value}" for name, value in settings().items()
                 if name not in free and saved["globals"].get(name) != value]
-    changed += [name for name in ("data", "val_data") if saved[name] != facts[name]]
     return ",".join(changed) or "nothing"
 
 def load_checkpoint(path, model, optimizers=()):

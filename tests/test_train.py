@@ -291,8 +291,8 @@ def test_what_differs_from_the_checkpoint_is_told():
     assert_equal(checkpoint("run"), saved)
     told = [line.partition(" changed:")[::2] for line in log_lines("run") if line.startswith("resumed:")]
     assert told == [("resumed:step:4 world_size:1", "code,max_iters=8,learning_rate=0.02"),
-                    ("resumed:step:8 world_size:1", "code,max_iters=4,learning_rate=0.01,data"),
-                    ("resumed:step:8 world_size:1", "code,max_iters=4,learning_rate=0.01,data,val_data")]
+                    ("resumed:step:8 world_size:1", "code,data,max_iters=4,learning_rate=0.01"),
+                    ("resumed:step:8 world_size:1", "code,data,val_data,max_iters=4,learning_rate=0.01")]
 
 def test_a_start_is_refused_that_has_a_runs_name_another_vocabulary_or_nothing_whole(capsys):
     train("run")
