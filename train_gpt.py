@@ -270,7 +270,7 @@ class Model(nn.Module):
         return self.head(self.norm(x_BTD))
 
     def loss(self, x_BTD, targets_BT):
-        """Compiled as one graph, so that bf16 logits get no copy in fp32."""
+        """Compiled as one graph, so that bf16 logits get no copy in fp32. Validation reads logits() alone."""
         return F.cross_entropy(self.logits(x_BTD).flatten(0, 1).float(), targets_BT.flatten())
 
 # ---- Initialisation, optimizers, schedule ----
@@ -325,23 +325,23 @@ def first_sequence(step):
     """Update `step` takes the sequences first_sequence(step) to first_sequence(step + 1) - 1 of the run."""
     return step * batch_size
 
-def update(step, model, optimizers, shards):
-    """One update. Returns the loss of this rank's sequences and the norm of the whole gradient, as tensors on
-    the device, since reading them would wait for a GPU."""
-    set_schedules(step, optimizers)
+def update(step, parallel, optimizers, shards):
+    """One update of the model, which on several ranks is in DDP's wrapper. Returns the loss of this rank's
+    sequences and the norm of the whole gradient, as tensors, since reading them would wait for a GPU."""
     torch.manual_seed(hash((seed, step, rank)))  # for a fork's dropout
+    set_schedules(step, optimizers)
     first, end = first_sequence(step), first_sequence(step + 1)
     if end <= first or (end - first) % (world * micro_batch_size):
         raise ValueError("the batch must be a multiple of micro_batch_size x ranks")
     micro_batches = range(first + rank * micro_batch_size, end, world * micro_batch_size)
     loss = 0.0
     for start in micro_batches:
-        model.require_backward_grad_sync = start == micro_batches[-1]  # DDP reads it; FSDP reduces each time
+        parallel.require_backward_grad_sync = start == micro_batches[-1]  # DDP's; FSDP reduces each time
         x_BT, y_BT = shards.batch(start, micro_batch_size)
-        part = model(x_BT, y_BT) / len(micro_batches)
+        part = parallel(x_BT, y_BT) / len(micro_batches)
         part.backward()
         loss += part.detach()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
+    norm = nn.utils.clip_grad_norm_(parallel.parameters(), grad_clip or math.inf)
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     for opt in optimizers:
         opt.step()
@@ -579,7 +579,7 @@ def train(model, optimizers, shards, val_shards, facts, step, train_time, log):
             signal.signal(number, on_signal)
     parallel = model
     if world > 1 and not fsdp:
-        parallel = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        parallel = nn.parallel.DistributedDataParallel(model)
     first_step, first_time = step, train_time
     recent = {}  # what the updates before this pause measured; none before the first
     while True:

@@ -16,10 +16,10 @@ FORKS = {  # file, what is there, what comes instead (... between places); the r
     return step * batch_size + 8 * max(0, step - 4)  # 8 sequences an update, 16 from update 4 on
 """, {}),
     "a sequence-length schedule": ("train_gpt.py", """
-        part = model(x_BT, y_BT) / len(micro_batches)
+        part = parallel(x_BT, y_BT) / len(micro_batches)
 """, """
         T = block_size // 2 if step < 4 else block_size
-        part = model(x_BT[:, :T], y_BT[:, :T]) / len(micro_batches)
+        part = parallel(x_BT[:, :T], y_BT[:, :T]) / len(micro_batches)
 """, {}),
     "torch.optim.Muon": ("train_gpt.py", "\n" + MUON, """
         optimizers.append(torch.optim.Muon(fused + matrices, lr=learning_rate, weight_decay=weight_decay))
