@@ -10,8 +10,7 @@ Every hyperparameter is a global below: edit it, or pass --name=value. A preset 
 The last line is "final val_loss:...". Shapes: B sequences at a time, T tokens, D width, H heads, K width
 of a head, V vocabulary.
 """
-import argparse, ast, contextlib, datetime, functools, math, os, re
-import resource, shutil, signal, sys, time, zipfile
+import argparse, contextlib, datetime, functools, math, os, re, resource, shutil, signal, sys, time, zipfile
 from pathlib import Path
 
 import numpy as np
@@ -147,6 +146,9 @@ def settings():
 def boolean(text):
     return ["false", "true"].index(text.lower()) == 1
 
+def numbers(text):
+    return tuple(map(float, text.strip("()").split(",")))
+
 def configure(argv):
     """Sets the globals: PRESETS[preset], then PRESETS["preset/optimizer"], then --name=value."""
     global micro_batch_size, run_name
@@ -154,7 +156,7 @@ def configure(argv):
                                      allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("--help", action="store_true")
     for name, value in settings().items():
-        kind = {bool: boolean, tuple: ast.literal_eval}.get(type(value), type(value))
+        kind = {bool: boolean, tuple: numbers}.get(type(value), type(value))
         parser.add_argument(f"--{name}", type=kind, choices=CHOICES.get(name))
     flags = vars(parser.parse_args(argv))
 
@@ -163,8 +165,7 @@ def configure(argv):
     if "dataset" in flags:
         overrides.pop("val_dataset", None)  # it belongs to the preset's dataset
     words = [f"--{name}={x}" for name, x in overrides.items() if name not in flags]
-    edited = [f"--{name}={x}" for name, x in settings().items()]
-    globals().update(vars(parser.parse_args(edited + words)))  # which knows names, types and choices
+    globals().update(vars(parser.parse_args(words)))  # which knows names and types
     if words and rank == 0:
         print("set by PRESETS:", *words, file=sys.stderr)
     if "help" in flags:
@@ -179,6 +180,8 @@ def configure(argv):
         least = 1 if name in AT_LEAST_1 else 0
         if type(value) in (int, float) and not least <= value < math.inf:
             parser.error(f"argument --{name}: found {value}, expected a number of at least {least}")
+        if name in CHOICES and value not in CHOICES[name]:  # as an edit may leave it
+            parser.error(f"argument --{name}: found {value}, expected one of {CHOICES[name]}")
     if n_embd % (2 * n_head):
         parser.error(f"argument --n_embd: found {n_embd}, expected a multiple of 2 x n_head = {2 * n_head}")
     if 3 * n_embd % qkv_split:
