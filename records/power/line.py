@@ -12,7 +12,8 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 HERE = Path(__file__).resolve().parent
-CELLS = {("16", "1600"): "short", ("64", "1600"): "large", ("16", "6400"): "long", ("16", "600"): "demo"}
+CELLS = {("16", "1600"): "short", ("64", "1600"): "large", ("16", "6400"): "long", ("16", "600"): "demo",
+         ("16", "2400"): "demo-long"}
 TOKENS = {"short": "3.28 M tokens", "large": "13.1 M", "long": "13.1 M, batch 16", "demo": "2.46 M, the demo"}
 USUAL = dict(schedule="wsd", weight_decay="0.1", ns_steps="5", n_ffn="")  # other settings are named; n_ffn: a Llama
 FALLS = dict(cut="power 0 from 40 % on", fall="power falls with the rate")  # by script: train_cut.py, train_fall.py
@@ -101,7 +102,7 @@ for (cell, dataset), group in runs.groupby(["cell", "dataset"]):
     usual[cell, dataset] = chosen
     line = {0.0: np.zeros((2, 10))}
     for power, curves in chosen.groupby("power"):
-        if len(curves) < 4:
+        if len(curves) < 2:
             continue
         mean, half = mean_and_interval(curves.tolist())
         print(f"\npower {power:g}, {len(curves)} seeds:", ", ".join(f"{n} {mean[i]:.4f}" for n, i in SHARES.items()),
@@ -114,7 +115,7 @@ for (cell, dataset), group in runs.groupby(["cell", "dataset"]):
             for other in sorted({0.0, power}):
                 over = f"power {other:g} of {size}, {dataset}"
                 print_gain(curves.droplevel("power"), usual[size, dataset][other], over)
-    if len(line) > 1 and not re.search("weight_decay|schedule", cell):
+    if len(line) > 1 and not re.search("weight_decay|schedule|demo-long", cell):
         at = np.array(list(line)) + next(shift)
         name = ", ".join([TOKENS[size], *rest]).replace("n_ffn 352", "Llama")
         for share, axes in panels.items():
