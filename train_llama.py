@@ -96,7 +96,7 @@ suite_b = dict(dataset="fineweb", block_size=512, tied=True, fused_qkv=True, ini
 llama = dict(suite_b, block_size=2048, learning_rate=3e-4, adam_lr=3e-4, batch_size=512, micro_batch_size=2,
              max_iters=50_000, eval_interval=250, activation_checkpointing=True, fsdp=True)
 PRESETS = {  # "NAME/OPTIMIZER" is applied after "NAME", the command line after both
-    "demo": {},  # rates of a GPT with one q-k-v matrix: records/map/demo
+    "demo": {},  # rates of a GPT with one q-k-v matrix: records/map/report
     "demo/muon": dict(adam_lr=0.02),
     "demo/adamw": dict(learning_rate=3e-3, adam_lr=3e-3),
     "demo/adamuon": dict(adjust_lr_fn="frobenius"),

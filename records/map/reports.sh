@@ -2,7 +2,4 @@
 cd records/map
 report() { python ../../tools/report.py logs.tar.xz "$@"; }
 report --tuned_on=101 --tables --only=/logs/                                    # the map, and tables of all cells
-report --tuned_on=101 --tables --out table --only=gpt-batch16-updates1600       # all optimizers in one cell
 report --tuned_on=101 --tables --out behind --only=gpt-batch64-updates1600 --baseline="muon lr=0.007 adam_lr=0.01 weight_decay=0.1"
-report --tuned_on=101 --tables --out demo --only=updates600
-report --tuned_on=101 --tables --out llama --only=llama
