@@ -35,19 +35,11 @@ def run(opt, params, steps, start=0):
     return [p.detach().clone() for p in params]
 
 # ---- The update rules ----
-def reference_newton_schulz(X):
-    a, b, c = 3.4445, -4.7750, 2.0315
-    X = X / (np.sqrt((X**2).sum()) + 1e-3)  # so large that it shows
-    flip = X.shape[0] > X.shape[1]
-    X = X.T if flip else X
-    for _ in range(5):
-        A = X @ X.T
-        X = a * X + (b * A + c * A @ A) @ X
-    return X.T if flip else X
-
 def reference(W, gradients, variant, lr, momentum, gamma, beta2, adjust_lr_fn, nesterov, power):
     """The update rules in numpy float64, one matrix, written for clarity and apart from optim.py. Returns its way."""
-    b, eps, ns, (m, n), start = momentum, 1e-8, reference_newton_schulz, W.shape, W
+    b, eps, (m, n), start = momentum, 1e-8, W.shape, W
+    # An ε of the norm so large that it shows.
+    ns = lambda X: standard(torch.from_numpy(X / (np.linalg.norm(X) + 1e-3)), 5, [(3.4445, -4.7750, 2.0315)]).numpy()
     M, V, row = np.zeros_like(W), np.zeros_like(W), np.zeros((m, 1))
     for t, G in enumerate(gradients, 1):
         if variant in ("muon-nsr", "muon-vs", "muon-nsr-post"):

@@ -45,13 +45,8 @@ def uneven(module):
     """Rank 1 says that it has much memory, rank 0 that it has none; and rank 1 has more state, by 1 MiB."""
     usage = SimpleNamespace(ru_maxrss=2**20 * module.rank)
     module.resource = SimpleNamespace(RUSAGE_SELF=0, getrusage=lambda who: usage)
-    build = module.build_optimizers
-
-    def build_optimizers(model):
-        muon, adamw = build(model)
-        muon.state[muon.param_groups[1]["params"][0]]["more"] = torch.zeros(2**18 * module.rank)
-        return [muon, adamw]
-    module.build_optimizers = build_optimizers
+    more = torch.zeros(2**18 * module.rank)
+    module.set_schedules = lambda step, opts: next(iter(opts[0].state.values()), {}).update(more=more)
 
 @pytest.mark.parametrize("title", ["gpt", "llama"])
 def test_reads_the_scripts_own_log(title):
