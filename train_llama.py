@@ -165,7 +165,8 @@ def configure(argv):
     if "dataset" in flags:
         overrides.pop("val_dataset", None)  # it belongs to the preset's dataset
     words = [f"--{name}={x}" for name, x in overrides.items() if name not in flags]
-    globals().update(vars(parser.parse_args(words)))  # which knows names and types
+    edited = [f"--{name}={globals()[name]}" for name in CHOICES]
+    globals().update(vars(parser.parse_args(edited + words)))  # which knows names, types and choices
     if words and rank == 0:
         print("set by PRESETS:", *words, file=sys.stderr)
     if "help" in flags:
@@ -180,8 +181,6 @@ def configure(argv):
         least = 1 if name in AT_LEAST_1 else 0
         if type(value) in (int, float) and not least <= value < math.inf:
             parser.error(f"argument --{name}: found {value}, expected a number of at least {least}")
-        if name in CHOICES and value not in CHOICES[name]:  # as an edit may leave it
-            parser.error(f"argument --{name}: found {value}, expected one of {CHOICES[name]}")
     if n_embd % (2 * n_head):
         parser.error(f"argument --n_embd: found {n_embd}, expected a multiple of 2 x n_head = {2 * n_head}")
     if 3 * n_embd % qkv_split:
@@ -386,7 +385,6 @@ def update(step, parallel, optimizers, shards):
         part.backward()
         loss += part.detach()
     norm = nn.utils.clip_grad_norm_(parallel.parameters(), grad_clip or math.inf)
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     for opt in optimizers:
         opt.step()
         opt.zero_grad()
@@ -497,31 +495,30 @@ def find_checkpoint():
                  "another start is another --run_name")
     return chosen
 
-def changes(saved, facts):
-    """What of these facts a checkpoint has otherwise, but for what a start may choose for itself."""
-    free = "resume", "run_name", "init_from", "eval_only", "micro_batch_size"
-    changed = [name for name in ("code", "data", "val_data") if saved[name] != facts[name]]
-    changed += [f"{name}={value}" for name, value in settings().items()
-                if name not in free and saved["globals"].get(name) != value]
-    return ",".join(changed) or "nothing"
-
-def load_checkpoint(path, model, optimizers=()):
-    """Loads weights and, by name, optimizers' state, but not what is in their groups. Returns the rest."""
+def load_checkpoint(path, model, optimizers, facts):
+    """Loads weights and, by name, optimizers' state, but not what is in their groups. Returns step and time,
+    0 where weights alone are asked for, and what differs from facts."""
     own = model.state_dict()
     try:
         saved = read_checkpoint(path)
         assert {"code", "globals", "data", "vocab"} <= saved.keys(), "it has weights alone"
+        old, ids = saved["globals"], saved["vocab"]
+        assert ids == facts["vocab"], f"it is of a tokenizer of {ids} ids, not {facts['vocab']}"
+        assert not optimizers or old["optimizer"] == optimizer, f"pass --optimizer={old['optimizer']}"
         model.load_state_dict({name: optim.placed_like(t, own[name]) for name, t in saved["model"].items()})
     except Exception as error:  # it may be any file
         sys.exit(f"found no checkpoint of this model in {path}: {error!r:.300}")
-    if optimizers and saved["globals"]["optimizer"] != optimizer:
-        sys.exit(f"{path} is of --optimizer={saved['globals']['optimizer']}; pass that")
     for opt in optimizers:
         fresh = opt.state_dict()  # options of this start, and no state yet
         for i, (name, p) in enumerate(parameters_of(opt, model)):
             fresh["state"][i] = {k: optim.placed_like(t, p) for k, t in saved["optimizer"][name].items()}
         opt.load_state_dict(fresh)
-    return {name: saved[name] for name in saved.keys() - {"model", "optimizer"}}  # which are large
+    free = "resume", "run_name", "init_from", "eval_only", "micro_batch_size"  # each start chooses
+    changed = [name for name in ("code", "data", "val_data") if saved[name] != facts[name]]
+    changed += [f"{name}={value}" for name, value in facts["globals"].items()
+                if name not in free and old.get(name) != value]
+    step, train_time = (saved["step"], saved["train_time"]) if optimizers else (0, 0.0)
+    return step, train_time, ",".join(changed) or "nothing"
 
 # ---- Main ----
 def init_ranks():
@@ -607,17 +604,14 @@ def report(figures, optimizers, log):
     memory, state = over_ranks(most, dist.ReduceOp.MAX).tolist()
     log("final", figures | dict(peak_memory_mib=memory, optimizer_state_mib=state), max_iters)
 
-signals = []  # that came
-
-def on_signal(number, frame):
-    """The run saves and stops at its next log line; a second Ctrl-C ends it at once."""
-    signals.append(number)
-    if number == signal.SIGINT:
-        signal.signal(number, signal.default_int_handler)
-
 def train(model, optimizers, shards, val_shards, facts, step, train_time, log):
     """A turn of the loop is a pause, which evaluates, logs and saves, then the updates up to the next pause.
     The clock counts updates alone, without the first of a start, which compiles."""
+    signals = []  # after one the run saves and stops at its next log line
+    def on_signal(number, frame):
+        if number == signal.SIGINT and number in signals:
+            raise KeyboardInterrupt  # a second Ctrl-C
+        signals.append(number)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # which nohup sets
             signal.signal(number, on_signal)
@@ -652,7 +646,7 @@ def train(model, optimizers, shards, val_shards, facts, step, train_time, log):
         while step < next_pause:
             loss, norm = update(step, parallel, optimizers, shards)
             step += 1
-        recent = dict(train_loss=float(over_ranks(loss) / world), grad_norm=float(norm),
+        recent = dict(train_loss=float(over_ranks(loss) / world), grad_norm=float(optim.whole_on_cpu(norm)),
                       lr=optimizers[0].param_groups[0]["lr"])  # of the matrices
         seconds = time.perf_counter() - clock  # behind float(), which waits for a GPU
         if timed:
@@ -682,11 +676,9 @@ def main(argv):
 
     model = build_model(shards.vocab)
     optimizers = [] if eval_only else build_optimizers(model)
-    saved = load_checkpoint(source, model, optimizers if path else []) if source else facts
-    if saved["vocab"] != shards.vocab:
-        sys.exit(f"{source} is of a tokenizer of {saved['vocab']} ids, not {shards.vocab}")
-    step, train_time = (saved["step"], saved["train_time"]) if path else (0, 0.0)
-    changed = changes(saved, facts)
+    step, train_time = 0, 0.0
+    if source:
+        step, train_time, changed = load_checkpoint(source, model, optimizers if path else [], facts)
     if eval_only:
         val_loss, val_acc = evaluate(model, val_shards)
         if rank == 0:
@@ -696,9 +688,8 @@ def main(argv):
     if rank == 0 and log_file.exists() and not path:  # of a start that saved nothing
         log_file.rename(f"{log_file}.{time.time_ns()}")
     log = open_log(log_file, model, facts) if rank == 0 else lambda *_: None
-    if resume or init_from:
-        begun = "began" if init_from and not path else "resumed"
-        log(f"{begun}:step:{step} world_size:{world} changed:{changed}")
+    if source:
+        log(f"{'resumed' if path else 'began'}:step:{step} world_size:{world} changed:{changed}")
     train(model, optimizers, shards, val_shards, facts, step, train_time, log)
     if world > 1 and device == "cuda":
         dist.destroy_process_group()  # gloo's ends with the process; destroying it may hang

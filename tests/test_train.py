@@ -482,7 +482,7 @@ def test_what_a_preset_sets_over_an_edited_global_is_said(capsys):
     assert capsys.readouterr().err == "set by PRESETS: --learning_rate=0.003\n" and t.adam_lr == 0.5
 
 def test_an_edited_global_or_preset_is_checked_as_a_flag_is(capsys):
-    for edit, told in ((dict(dtype="float16"), "found float16, expected one of ['auto'"),
+    for edit, told in ((dict(dtype="float16"), "invalid choice: 'float16' (choose from 'auto'"),
                        (dict(PRESETS={"demo": dict(warmup_iter=0)}), "unrecognized arguments: --warmup_iter=0"),
                        (dict(PRESETS={"demo": dict(compile="flase")}), "invalid boolean value: 'flase'")):
         pytest.raises(SystemExit, fresh(**edit).configure, [])
