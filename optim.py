@@ -206,19 +206,19 @@ class Muon(torch.optim.Optimizer):
         self.process_group = process_group
         self.owners = {}  # parameter -> rank that updates it; no DTensors: each rank has a part
         super().__init__(params, defaults)
+        self._check()
 
     @property
     def rank(self):
         return dist.get_rank(self.process_group) if dist.is_initialized() else 0
 
-    def add_param_group(self, param_group):
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        known = group["variant"] in VARIANTS and group["adjust_lr_fn"] in UPDATE_SCALES
-        if not known or any(p.ndim < 2 or p.size(-2) % group["split"] for p in group["params"]):
-            self.param_groups.pop()
-            raise ValueError("expected matrices (vectors are AdamW's), a split that divides rows, "
-                             f"and names of {[*VARIANTS, *UPDATE_SCALES]}")
+    def _check(self):
+        for group in self.param_groups:
+            known = group["variant"] in VARIANTS and group["adjust_lr_fn"] in UPDATE_SCALES
+            if not known or any(p.ndim < 2 or p.size(-2) % group["split"] for p in group["params"]):
+                raise ValueError("expected matrices (vectors are AdamW's; FSDP1 makes some, so use "
+                                 "FSDP2), a split that divides rows, and names of "
+                                 f"{[*VARIANTS, *UPDATE_SCALES]}")
 
     def _share(self):
         """Gives new parameters an owner. Late, as wrappers may replace what they were made with."""
@@ -234,12 +234,11 @@ class Muon(torch.optim.Optimizer):
         """Updates every parameter that has a gradient. Returns closure()'s loss."""
         with torch.enable_grad():
             loss = closure() if closure else None
+        self._check()  # what was edited or wrapped since
         self._share()
         for group in self.param_groups:
             alike = {}  # this rank's parameters, in lists of those that can be stacked
             for p in group["params"]:
-                if p.ndim < 2:
-                    raise ValueError("a matrix has become a vector, as under FSDP1; use FSDP2")
                 if p.grad is not None and self.owners.get(p, self.rank) == self.rank:
                     step = int(self._state(group, p)["step"])
                     layout = (p.device_mesh, p.placements) if isinstance(p, DTensor) else None

@@ -368,10 +368,13 @@ def test_groups_schedules_closures_and_missing_gradients():
     ("AdamW", (4,), {}), ("muon-vs", (4, 4), dict(variant="vs")), ("frobenius", (4, 4), dict(adjust_lr_fn="rms")),
     ("split", (4, 4), dict(split=3))])
 def test_what_is_no_matrix_or_no_variant_is_refused(message, shape, options):
+    """When it is made, and by a step, which then has changed nothing."""
+    pytest.raises(ValueError, Muon, parameters(shape), **options).match(message)
     opt = Muon(parameters((4, 4)))
-    with pytest.raises(ValueError, match=message):
-        opt.add_param_group(dict(params=parameters(shape), **options))
-    assert len(opt.param_groups) == 1
+    set_gradients(opt.param_groups[0]["params"], 0)
+    opt.add_param_group(dict(params=parameters(shape), **options))
+    pytest.raises(ValueError, opt.step).match(message)
+    assert not opt.state
 
 # ---- Ranks ----
 def on_groups(function, *args):
