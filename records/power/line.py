@@ -61,10 +61,11 @@ def print_gain(curves, others, over):
     shares = ", ".join(f"{n} {mean[i]:+.4f} ± {half[i]:.4f}" for n, i in SHARES.items())
     print(f"  gain over {over}: {shares}; at the end median {np.median(gain[:, -1]):+.4f}, "
           f"ahead in {(gain[:, -1] > 0).sum()} of {len(gain)}")
-    shares = {name: i for name, i in SHARES.items() if i > 0}
-    sooner = [[100 * saved(own, other, i) for i in shares.values()] for own, other in zip(both.own, both.other)]
-    print("  updates saved:", ", ".join(f"{name} {mean:+.1f} ± {half:.1f} %"
-                                        for name, mean, half in zip(shares, *mean_and_interval(sooner))))
+    if over == "power 0":
+        shares = {name: i for name, i in SHARES.items() if i > 0}
+        sooner = [[100 * saved(own, other, i) for i in shares.values()] for own, other in zip(both.own, both.other)]
+        print("  updates saved:", ", ".join(f"{name} {mean:+.1f} ± {half:.1f} %"
+                                            for name, mean, half in zip(shares, *mean_and_interval(sooner))))
     return mean, half
 
 gpu, cpu = (pd.DataFrame(runs, columns=RUN + ["curve"]) for runs in (gpu_runs(), cpu_runs()))
