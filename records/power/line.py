@@ -15,7 +15,7 @@ HERE = Path(__file__).resolve().parent
 CELLS = {("16", "1600"): "short", ("64", "1600"): "large", ("16", "6400"): "long", ("16", "600"): "demo",
          ("16", "2400"): "demo-long"}
 TOKENS = {"short": "3.28 M tokens", "large": "13.1 M", "long": "13.1 M, batch 16", "demo": "2.46 M, the demo"}
-USUAL = dict(schedule="wsd", weight_decay="0.1", ns_steps="5", n_ffn="")  # other settings are named; n_ffn: a Llama
+USUAL = dict(schedule="wsd", weight_decay="0.1", ns_steps="5", n_ffn="", dtype="float32")  # n_ffn: a Llama
 FALLS = dict(cut="power 0 from 40 % on", fall="power falls with the rate")  # by script: train_cut.py, train_fall.py
 RUN = ["cell", "dataset", "power", "learning_rate", "adam_lr", "seed"]
 SHARES = {"10 %": 0, "20 %": 1, "40 %": 3, "60 %": 5, "80 %": 7, "100 %": 9}  # of the run: which tenth
