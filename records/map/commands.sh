@@ -14,14 +14,16 @@ runs muon-vs 0.005,0.02 0.0035 101
 runs muon-vs 0.01 0.0025,0.0035,0.005,0.007 101
 runs muon-vs 0.01 0.0035 1..8
 
-cell 4 6400 80
-runs muon 0.005,0.02 0.0018 101
-runs muon 0.01 0.00125,0.0018,0.0025,0.0035 101
-runs muon 0.01 0.0018 1..8
-runs muon-vs 0.0025,0.02 0.0018 101
-runs muon-vs 0.005 0.00125,0.0018,0.0025 101
-runs muon-vs 0.01 0.00125,0.0018,0.0025,0.0035 101
-runs muon-vs 0.005 0.0018 1..8
+for start in "4 6400 80" "16 6400 20"; do
+    cell $start
+    runs muon 0.005,0.02 0.0018 101
+    runs muon 0.01 0.00125,0.0018,0.0025,0.0035 101
+    runs muon 0.01 0.0018 1..8
+    runs muon-vs 0.0025,0.02 0.0018 101
+    runs muon-vs 0.005 0.00125,0.0018,0.0025 101
+    runs muon-vs 0.01 0.00125,0.0018,0.0025,0.0035 101
+    runs muon-vs 0.005 0.0018 1..8
+done
 
 cell 4 25600 80
 runs muon 0.00125 0.00022 101
@@ -35,17 +37,21 @@ runs muon-vs 0.0025 0.00022,0.0003,0.00045 101
 runs muon-vs 0.0025 0.0003 1..8
 runs muon-vs 0.005 0.0003 1..4
 
+for start in "16 400 20" "64 400 20"; do
+    cell $start
+    runs muon 0.01 0.01 101
+    runs muon 0.02 0.007,0.01,0.014 101
+    runs muon 0.04 0.005,0.007,0.01,0.014 101
+    runs muon 0.08 0.007 101
+    runs muon 0.04 0.007 1..8
+    runs muon-vs 0.04 0.014 1..8
+done
+
 cell 16 400 20
-runs muon 0.01 0.01 101
-runs muon 0.02 0.007,0.01,0.014 101
-runs muon 0.04 0.005,0.007,0.01,0.014 101
-runs muon 0.08 0.007 101
-runs muon 0.04 0.007 1..8
 runs muon-vs 0.01 0.01 101
 runs muon-vs 0.02 0.007,0.01,0.014 101
 runs muon-vs 0.04 0.007,0.01,0.014,0.02 101
 runs muon-vs 0.08 0.014 101
-runs muon-vs 0.04 0.014 1..8
 
 cell 16 1600 20
 runs muon 0.0025,0.005,0.01,0.04 0.005 101
@@ -98,15 +104,6 @@ runs muon-nsr 0.01 0.005 1..4 --gamma=100
 runs muon-nsr 0.01 0.0035,0.005,0.007,0.01 101 --gamma=10000
 runs muon-nsr 0.01 0.005 1..4 --gamma=10000
 
-cell 16 6400 20
-runs muon 0.005,0.02 0.0018 101
-runs muon 0.01 0.00125,0.0018,0.0025,0.0035 101
-runs muon 0.01 0.0018 1..8
-runs muon-vs 0.0025,0.02 0.0018 101
-runs muon-vs 0.005 0.00125,0.0018,0.0025 101
-runs muon-vs 0.01 0.00125,0.0018,0.0025,0.0035 101
-runs muon-vs 0.005 0.0018 1..8
-
 cell 64 100 20
 runs muon 0.01,0.08 0.028 101
 runs muon 0.02 0.01,0.014,0.02,0.028,0.04 101
@@ -119,15 +116,9 @@ runs muon-vs 0.08 0.028 101
 runs muon-vs 0.04 0.028 1..8
 
 cell 64 400 20
-runs muon 0.01 0.01 101
-runs muon 0.02 0.007,0.01,0.014 101
-runs muon 0.04 0.005,0.007,0.01,0.014 101
-runs muon 0.08 0.007 101
-runs muon 0.04 0.007 1..8
 runs muon-vs 0.01,0.08 0.014 101
 runs muon-vs 0.02 0.007,0.01,0.014,0.02 101
 runs muon-vs 0.04 0.01,0.014,0.02 101
-runs muon-vs 0.04 0.014 1..8
 
 cell 64 1600 20
 runs muon 0.005,0.04 0.007 101
