@@ -9,8 +9,8 @@ import torch
 from optim import VARIANTS
 from common import ROOT, fresh, train, write_tiny
 
-# Of the paper's tables, by hand: layers, width, heads, FFN, vocabulary, tables of it, context, batch, updates, lr,
-# AdamW's lr, clip, β, AdamW's betas, updates between evaluations
+# By hand, of the paper or, where it is silent, of records/paper.md: layers, width, heads, FFN, vocabulary,
+# tables of it, context, batch, updates, lr, AdamW's lr, clip, β, AdamW's betas, updates between evaluations
 PAPER = {
     "gpt2-small": (12, 768, 12, None, 50304, 2, 1024, 480, 100_000, 6e-4, 6e-4, 1.0, 0.95, 0.9, 0.95, 1000),
     "gpt2-medium": (24, 1024, 16, None, 50304, 2, 1024, 480, 100_000, 6e-4, 6e-4, 1.0, 0.95, 0.9, 0.95, 1000),
