@@ -116,7 +116,8 @@ for (cell, dataset), group in runs.groupby(["cell", "dataset"]):
             for other in sorted({0.0, power}):
                 over = f"power {other:g} of {size}, {dataset}"
                 print_gain(curves.droplevel("power"), usual[size, dataset][other], over)
-    if len(line) > 1 and len(chosen[0]) > 3 and not re.search("weight_decay|schedule", cell):
+    # Not plotted: those that are in a table alone, and english-gpt2, whose losses are per token.
+    if len(line) > 1 and len(chosen[0]) > 3 and not re.search("weight_decay|schedule|gpt2", cell + dataset):
         at = np.array(list(line)) + next(shift)
         name = ", ".join([TOKENS[size], *rest]).replace("n_ffn 352", "Llama")
         for share, axes in panels.items():
