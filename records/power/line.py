@@ -1,5 +1,5 @@
 """
-Tables and figure of this folder from its runs, on a GPU (many.jsonl.xz) and on a CPU (logs.tar.xz):
+Tables and figure of this folder from its runs, on a GPU (many.jsonl.xz) and on a CPU (../logs.tar.xz):
 
     python records/power/line.py > records/power/line.txt         # and line.png
 """
@@ -26,15 +26,17 @@ def gpu_runs():
         yield [run[name] for name in RUN] + [run["val_loss"]]
 
 def cpu_runs():
-    archive = tarfile.open(HERE / "logs.tar.xz")
+    archive = tarfile.open(HERE.parent / "logs.tar.xz")
     for member in archive:
+        if not member.name.startswith("power/"):
+            continue
         head, body = archive.extractfile(member).read().decode().rsplit("=" * 100, 1)
         of = dict(re.findall(r"^--(\w+)=(.*)$", head, re.M))
         evaluated = dict(re.findall(rf"^step:(\d+)/{of['max_iters']} val_loss:(\S+)", body, re.M))
         curve = [float(evaluated[str(int(of["max_iters"]) * tenth // 10)]) for tenth in range(1, 11)]
         power = 0.0 if of["optimizer"] == "muon" else float(of["power"])
         others = [f"{name} {of[name]}" for name, usual in USUAL.items() if of.get(name, usual) != usual]
-        others += [how for script, how in FALLS.items() if member.name.startswith(f"logs/{script}-")]
+        others += [how for script, how in FALLS.items() if member.name.startswith(f"power/{script}-")]
         cell = ", ".join([CELLS[of["batch_size"], of["max_iters"]], *others])
         yield [cell, of["dataset"], power, float(of["learning_rate"]), float(of["adam_lr"]), int(of["seed"]), curve]
 
