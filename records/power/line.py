@@ -86,7 +86,7 @@ shift = iter(np.arange(-0.035, 0.04, 0.01))  # of a cell's marks, so that none h
 usual = {}  # of each cell and dataset, the runs by power and seed
 for (cell, dataset), group in runs.groupby(["cell", "dataset"]):
     print(f"\n## {cell}, {dataset}")
-    if "schedule" in cell or len(group) < 4 or dataset == "english-gpt2":  # few seeds: each is shown
+    if "schedule" in cell or len(group) < 4:  # few seeds: each is shown
         for (power, *rates), few in group.sort_values("seed").groupby(RUN[2:5]):
             ends = (f"seed {seed} {curve[-1]:.4f}" for seed, curve in few[["seed", "curve"]].values)
             print(f"power {power:g}, learning_rate and adam_lr {rates}:", ", ".join(ends))
@@ -99,8 +99,8 @@ for (cell, dataset), group in runs.groupby(["cell", "dataset"]):
 
     later = group[group.seed <= 100]
     sizes = later.groupby(["power", "learning_rate", "adam_lr"])["seed"].transform("size")
-    chosen = later[sizes == sizes.groupby(later.power).transform("max")]  # the CPU's search chose others
-    chosen = chosen.set_index(["power", "seed"]).curve
+    most = sizes == sizes.groupby(later.power).transform("max")
+    chosen = later[most].set_index(["power", "seed"]).curve
     assert chosen.index.is_unique
     usual[cell, dataset] = chosen
     line = {0.0: np.zeros((2, 10))}
@@ -118,6 +118,14 @@ for (cell, dataset), group in runs.groupby(["cell", "dataset"]):
             for other in sorted({0.0, power}):
                 over = f"power {other:g} of {size}, {dataset}"
                 print_gain(curves.droplevel("power"), usual[size, dataset][other], over)
+    for rates, others in later[~most & (sizes > 3)].groupby(["learning_rate", "adam_lr"]):
+        others = others.set_index(["power", "seed"]).curve
+        for power, curves in others.groupby("power"):
+            print(f"\npower {power:g}, {len(curves)} seeds, learning_rate and adam_lr {rates}:",
+                  "100 % {:.4f} ± {:.4f}".format(*(x[-1] for x in mean_and_interval(curves.tolist()))))
+            print_gain(curves.droplevel("power"), chosen[0.0], "power 0, at its own")
+            if power > 0 and 0.0 in others:
+                print_gain(curves.droplevel("power"), others[0.0], "power 0, at the same")
     # Not plotted: those that are in a table alone, and english-gpt2, whose losses are per token.
     if len(line) > 1 and len(chosen[0]) > 3 and not re.search("weight_decay|schedule|gpt2", cell + dataset):
         at = np.array(list(line)) + next(shift)
