@@ -89,12 +89,12 @@ for (cell, dataset), group in runs.groupby(["cell", "dataset"]):
     if "schedule" in cell or len(group) < 4:  # few seeds: each is shown
         for (power, *rates), few in group.sort_values("seed").groupby(RUN[2:5]):
             ends = (f"seed {seed} {curve[-1]:.4f}" for seed, curve in few[["seed", "curve"]].values)
-            print(f"power {power:g}, learning_rate and adam_lr {rates}:", ", ".join(ends))
+            print(f"power {power:g}, rates {rates}:", ", ".join(ends))
     searched = group[group.seed > 100].assign(final=lambda g: g.curve.str[-1])
     finals = searched.groupby(["power", "learning_rate", "adam_lr"]).final.agg(["mean", "count"])
     for power, means in finals[finals["count"] == 3]["mean"].groupby("power"):
         best = means.droplevel("power").sort_values().head(3)
-        print(f"power {power:g}, best rates, mean of seeds 101 to 103:",
+        print(f"power {power:g}, best mean of seeds 101 to 103:",
               "; ".join(f"{lr:g}, {adam_lr:g}: {loss:.4f}" for (lr, adam_lr), loss in best.items()))
 
     later = group[group.seed <= 100]
@@ -121,7 +121,7 @@ for (cell, dataset), group in runs.groupby(["cell", "dataset"]):
     for rates, others in later[~most & (sizes > 3)].groupby(["learning_rate", "adam_lr"]):
         others = others.set_index(["power", "seed"]).curve
         for power, curves in others.groupby("power"):
-            print(f"\npower {power:g}, {len(curves)} seeds, learning_rate and adam_lr {rates}:",
+            print(f"\npower {power:g}, {len(curves)} seeds, rates {rates}:",
                   "100 % {:.4f} ± {:.4f}".format(*(x[-1] for x in mean_and_interval(curves.tolist()))))
             print_gain(curves.droplevel("power"), chosen[0.0], "power 0, at its own")
             if power > 0 and 0.0 in others:
