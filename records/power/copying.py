@@ -34,6 +34,6 @@ for log in Path("logs").glob("gpt-english-batch*-updates*-*.txt"):
     losses = F.cross_entropy(logits.mT, twice[:, 1:], reduction="none")  # (256, 127)
     gain = losses[:, 71:].mean() - losses[:, 7:63].mean()  # of the characters 9 to 64 of either copy
     middle = re.search(r"^step:(?:640/1600|2560/6400) val_loss:(\S+)", text, re.M)
-    rows.append((float(final[1]), float(middle[1]), gain.item(), log.stem.removeprefix("gpt-english-")))
+    rows.append((float(final[1]), float(middle[1]), gain.item(), re.sub("gpt-english-|muon-vs-", "", log.stem)))
 for final, middle, gain, name in sorted(rows):
     print(f"| {final:.4f} | {middle:.4f} | {gain:+.3f} | {name} |")

@@ -61,8 +61,7 @@ def print_gain(curves, others, over):
     gain = np.array(both.other.tolist()) - np.array(both.own.tolist())
     mean, half = mean_and_interval(gain)
     shares = ", ".join(f"{n} {mean[i]:+.4f} ± {half[i]:.4f}" for n, i in SHARES.items())
-    print(f"  gain over {over}: {shares}; at the end median {np.median(gain[:, -1]):+.4f}, "
-          f"ahead in {(gain[:, -1] > 0).sum()} of {len(gain)}")
+    print(f"  gain over {over}: {shares}; ahead in {(gain[:, -1] > 0).sum()} of {len(gain)}")
     if over == "power 0":
         shares = {name: i for name, i in SHARES.items() if i > 0}
         sooner = [[100 * saved(own, other, i) for i in shares.values()] for own, other in zip(both.own, both.other)]
@@ -109,7 +108,7 @@ for (cell, dataset), group in runs.groupby(["cell", "dataset"]):
             continue
         mean, half = mean_and_interval(curves.tolist())
         print(f"\npower {power:g}, {len(curves)} seeds:", ", ".join(f"{n} {mean[i]:.4f}" for n, i in SHARES.items()),
-              f"± {half[-1]:.4f}\n  finals:", *(f"{final:.3f}" for final in sorted(curve[-1] for curve in curves)))
+              f"± {half[-1]:.4f}")
         for other in [other for other in (0.0, 0.25, 0.5) if other < power and other in chosen]:
             gain = print_gain(curves.droplevel("power"), chosen[other], f"power {other:g}")
             line.setdefault(power, gain)  # over power 0, which comes first
