@@ -40,7 +40,7 @@ n_head = 4                    # attention heads
 n_embd = 256                  # model width
 n_ffn = 704                   # width of the feed-forward network
 block_size = 256              # tokens of context
-norm_eps = 1e-5               # ε of RMSNorm
+norm_eps = 1e-5               # epsilon of RMSNorm
 tied = False                  # embedding and head are one matrix
 fused_qkv = False             # query, key and value are one (3 D, D) matrix, orthogonalised as one
 init_truncated = False        # weights begin as a normal distribution cut at two standard deviations
@@ -55,11 +55,11 @@ learning_rate = 0.005         # peak, for the matrices inside blocks
 adam_lr = 0.01                # peak, for embedding, head and gains
 weight_decay = 0.1            # not of gains
 grad_clip = 1.0               # global norm of the gradient; 0: off
-momentum = 0.95               # β of the Muon family
-gamma = 1000.0                # γ of muon-nsr and muon-nsr-post
+momentum = 0.95               # beta of the Muon family
+gamma = 1000.0                # of muon-nsr and muon-nsr-post
 power = 1.0                   # of the denominator of muon-vs: 1 is the paper's rule, 0 bias-corrected muon
-beta2 = 0.95                  # β₂ of normuon and muon2
-muon_eps = 1e-8               # ε of all but muon
+beta2 = 0.95                  # of normuon and muon2
+muon_eps = 1e-8               # epsilon of all but muon
 ns_steps = 5                  # Newton-Schulz iterations
 ns_coefficients = (3.4445, -4.7750, 2.0315)  # of its polynomial
 ns_eps = 1e-7                 # added to the norm that it divides by
@@ -152,12 +152,14 @@ def numbers(text):
 def configure(argv):
     """Sets the globals: PRESETS[preset], then PRESETS["preset/optimizer"], then --name=value."""
     global micro_batch_size, run_name
-    parser = argparse.ArgumentParser(usage="%(prog)s --name=value ..., or --help", add_help=False,
-                                     allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    parser.add_argument("--help", action="store_true")
+    parser = argparse.ArgumentParser(usage="%(prog)s --name=value ...", description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     argument_default=argparse.SUPPRESS)
+    comments = dict(re.findall(r"^(\w+) = .*?# (.+)$", SOURCES[0].replace("%", "%%"), re.M))
     for name, value in settings().items():
         kind = {bool: boolean, tuple: numbers}.get(type(value), type(value))
-        parser.add_argument(f"--{name}", type=kind, choices=CHOICES.get(name))
+        parser.add_argument(f"--{name}", type=kind, choices=CHOICES.get(name), metavar=f"{value}",
+                            help=comments.get(name))
     flags = vars(parser.parse_args(argv))
 
     globals().update(flags)  # at once, as preset and optimizer may be among them
@@ -169,13 +171,6 @@ def configure(argv):
     globals().update(vars(parser.parse_args(edited + words)))  # which knows names, types and choices
     if words and rank == 0:
         print("set by PRESETS:", *words, file=sys.stderr)
-    if "help" in flags:
-        comments = dict(re.findall(r"^(\w+) = .*?# (.+)$", SOURCES[0], re.M))
-        sys.stdout.reconfigure(errors="replace")  # for terminals without Greek letters
-        print(__doc__)
-        for name, value in settings().items():
-            print(f"--{name}={value}".ljust(32), comments.get(name, ""))
-        sys.exit()
 
     for name, value in settings().items():
         least = 1 if name in AT_LEAST_1 else 0
