@@ -119,14 +119,15 @@ def numbers(text):
 def configure(argv):
     """Sets the globals: PRESETS[preset], then PRESETS["preset/optimizer"], then --name=value."""
     global micro_batch_size, run_name
-    parser = argparse.ArgumentParser(usage="%(prog)s --name=value ...", description=__doc__, allow_abbrev=False,
+    parser = argparse.ArgumentParser(usage="%(prog)s --name=value ...", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     argument_default=argparse.SUPPRESS)
+                                     argument_default=argparse.SUPPRESS, allow_abbrev=False)
     comments = dict(re.findall(r"^(\w+) = .*?# (.+)$", SOURCES[0].replace("%", "%%"), re.M))
     for name, value in settings().items():
         kind = {bool: boolean, tuple: numbers}.get(type(value), type(value))
         parser.add_argument(f"--{name}", type=kind, choices=CHOICES.get(name), metavar=f"{value}",
                             help=comments.get(name))
+    parser.parse_args([f"--{name}={globals()[name]}" for name in CHOICES])  # what was edited
     flags = vars(parser.parse_args(argv))
 
     globals().update(flags)  # at once, as preset and optimizer may be among them
@@ -134,17 +135,16 @@ def configure(argv):
     if "dataset" in flags:
         overrides.pop("val_dataset", None)  # it belongs to the preset's dataset
     words = [f"--{name}={x}" for name, x in overrides.items() if name not in flags]
-    edited = [f"--{name}={globals()[name]}" for name in CHOICES]
-    globals().update(vars(parser.parse_args(edited + words)))  # which knows names, types and choices
+    globals().update(vars(parser.parse_args(words)))  # which knows names, types and choices
     if words and rank == 0:
         print("set by PRESETS:", *words, file=sys.stderr)
 
     for name, value in settings().items():
-        least = 1 if name in AT_LEAST_1 else 0
+        least = int(name in AT_LEAST_1)
         if type(value) in (int, float) and not least <= value < math.inf:
-            parser.error(f"argument --{name}: found {value}, expected a number of at least {least}")
+            parser.error(f"--{name}={value}: no number of at least {least}")
     if n_embd % (2 * n_head):
-        parser.error(f"argument --n_embd: found {n_embd}, expected a multiple of 2 x n_head = {2 * n_head}")
+        parser.error(f"--n_embd={n_embd}: no multiple of 2 x n_head = {2 * n_head}")
     if 3 * n_embd % qkv_split:
         parser.error(f"--qkv_split={qkv_split}: no divisor of 3 x n_embd = {3 * n_embd}")
     micro_batch_size = micro_batch_size or max(1, batch_size // world)
@@ -169,17 +169,17 @@ class Shards:
         if len(datasets) != 1:
             sys.exit(f"{self.folder} has {sorted(datasets) or 'no'} {split} shards, expected one dataset's; "
                      "how to make them: python prepare.py --help")
-        self.contents, counts = [], []  # counts: of windows
+        self.contents, counts = [], []
         for file in self.files:
             header = np.fromfile(file, np.int32, 256).tolist()
             if header[:2] != [20240520, 1] or file.stat().st_size != 1024 + 2 * header[2]:
                 sys.exit(f"{file} is damaged or no shard of 16-bit ids; run: python prepare.py verify {name}")
             header[5] = header[5] or int(np.fromfile(file, np.uint16, 2**16, offset=1024).sum())  # others'
             self.contents.append(header[2:6])  # tokens, vocabulary, end of text, checksum
-            counts.append(max(0, header[2] - 1) // block_size)
+            counts.append(max(0, header[2] - 1) // block_size)  # of windows
         self.vocab, self.eot = header[3:5] if header[3] else (50257, 50256)  # others' shards have GPT-2's
-        self.starts = np.cumsum([0, *counts])  # each shard's first window; last, the number of all
-        self.n_windows = int(self.starts[-1])
+        self.starts = np.cumsum([0, *counts])  # each shard's first window
+        self.n_windows = sum(counts)
         if not self.n_windows:
             sys.exit(f"--block_size={block_size} is longer than any {split} shard of {self.folder}")
 
@@ -251,9 +251,9 @@ class Model(nn.Module):
         self.norm = nn.LayerNorm(n_embd, bias=False)
         self.head = nn.Linear(n_embd, vocab, bias=False)
         width = n_embd // n_head
-        angles = np.outer(np.arange(block_size), 10_000 ** -(np.arange(0, width, 2) / width))
-        self.register_buffer("cos", torch.tensor(np.cos(angles), dtype=torch.float32), persistent=False)
-        self.register_buffer("sin", torch.tensor(np.sin(angles), dtype=torch.float32), persistent=False)
+        angles = torch.tensor(np.outer(np.arange(block_size), 10_000 ** -(np.arange(0, width, 2) / width)))
+        self.register_buffer("cos", angles.cos().float(), persistent=False)
+        self.register_buffer("sin", angles.sin().float(), persistent=False)
 
     def forward(self, tokens_BT, targets_BT=None):
         """Mean cross-entropy in nats, a scalar; without targets the logits, (B, T, V)."""
@@ -284,18 +284,18 @@ def build_optimizers(model):
     fused = [p for p, name in inside.items() if name.endswith("qkv.weight") and len(p) == 3 * n_embd]
     matrices = [p for p in inside if p not in set(fused)]
     rest = [p for p in model.parameters() if p not in inside]  # embedding, head, gains
-    adam = [dict(params=[p for p in rest if p.ndim >= 2], lr=adam_lr, weight_decay=weight_decay),
-            dict(params=[p for p in rest if p.ndim < 2], lr=adam_lr, weight_decay=0)]
+    adam = [dict(params=[p for p in rest if p.ndim >= 2]),
+            dict(params=[p for p in rest if p.ndim < 2], weight_decay=0)]
     optimizers = []
     if optimizer == "adamw":
-        adam.insert(0, dict(params=fused + matrices, lr=learning_rate, weight_decay=weight_decay))
+        adam.insert(0, dict(params=fused + matrices, lr=learning_rate))
     else:
         optimizers.append(optim.Muon(
             [dict(params=fused, split=qkv_split), dict(params=matrices)], lr=learning_rate, variant=optimizer,
             momentum=momentum, weight_decay=weight_decay, gamma=gamma, power=power, beta2=beta2, eps=muon_eps,
             ns_steps=ns_steps, ns_coefficients=ns_coefficients, ns_eps=ns_eps, adjust_lr_fn=adjust_lr_fn,
             state_dtype=torch.bfloat16 if param_dtype == "bfloat16" else None, compile=compile))
-    optimizers.append(torch.optim.AdamW(adam, betas=adam_betas, eps=adam_eps, fused=True))
+    optimizers.append(torch.optim.AdamW(adam, adam_lr, adam_betas, adam_eps, weight_decay, fused=True))
     placed = [p for opt in optimizers for group in opt.param_groups for p in group["params"]]
     assert sorted(map(id, placed)) == sorted(map(id, model.parameters())), "some in no group, or in two"
     return optimizers
@@ -441,7 +441,7 @@ def from_rank_0(value):
 def find_checkpoint():
     """This run's newest checkpoint that is whole, chosen by rank 0 for all; or --resume=PATH; or None."""
     if resume != "auto":
-        return resume or None
+        return resume
     own = newest_first()
     chosen = from_rank_0(next(filter(is_whole, own), None) if rank == 0 else None)
     if chosen not in (own or [None]):  # where there is none, all begin anew
@@ -450,8 +450,8 @@ def find_checkpoint():
     return chosen
 
 def load_checkpoint(path, model, optimizers, facts):
-    """Loads weights and, by name, optimizers' state, but not what is in their groups. Returns step and time,
-    0 where weights alone are asked for, and what differs from facts."""
+    """Loads weights and, by name, optimizers' state, but not what is in their groups. Returns its step and
+    time, and what differs from facts."""
     own = model.state_dict()
     try:
         saved = read_checkpoint(path)
@@ -471,8 +471,7 @@ def load_checkpoint(path, model, optimizers, facts):
     changed = [name for name in ("code", "data", "val_data") if saved[name] != facts[name]]
     changed += [f"{name}={value}" for name, value in facts["globals"].items()
                 if name not in free and old.get(name) != value]
-    step, train_time = (saved["step"], saved["train_time"]) if optimizers else (0, 0.0)
-    return step, train_time, ",".join(changed) or "nothing"
+    return saved["step"], saved["train_time"], ",".join(changed) or "nothing"
 
 # ---- Main ----
 def init_ranks():
@@ -569,9 +568,7 @@ def train(model, optimizers, shards, val_shards, facts, step, train_time, log):
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # which nohup sets
             signal.signal(number, on_signal)
-    parallel = model
-    if world > 1 and not fsdp:
-        parallel = nn.parallel.DistributedDataParallel(model)
+    parallel = nn.parallel.DistributedDataParallel(model) if world > 1 and not fsdp else model
     first_step, first_time = step, train_time
     recent = {}  # what the updates before this pause measured; none before the first
     while True:
@@ -630,9 +627,10 @@ def main(argv):
 
     model = build_model(shards.vocab)
     optimizers = [] if eval_only else build_optimizers(model)
-    step, train_time = 0, 0.0
     if source:
         step, train_time, changed = load_checkpoint(source, model, optimizers if path else [], facts)
+    if not path:
+        step, train_time = 0, 0.0
     if eval_only:
         val_loss, val_acc = evaluate(model, val_shards)
         if rank == 0:

@@ -418,7 +418,7 @@ MISTAKES = {
     "unknown flag": ("--learning_rat=1", "unrecognized arguments"),
     "unknown optimizer": ("--optimizer=muonvs", "invalid choice: 'muonvs'"),
     "text for a switch": ("--compile=maybe", "invalid boolean value"),
-    "heads that do not divide": ("--n_head=3", "expected a multiple of 2 x n_head = 6"),
+    "heads that do not divide": ("--n_head=3", "no multiple of 2 x n_head = 6"),
     "parts that do not divide": ("--qkv_split=5", "no divisor of 3 x n_embd = 96"),
     "negative learning rate": ("--learning_rate=-1", "at least 0"),
     "no number": ("--gamma=nan", "at least 0"),
@@ -481,6 +481,7 @@ def test_what_a_preset_sets_over_an_edited_global_is_said(capsys):
 
 def test_an_edited_global_or_preset_is_checked_as_a_flag_is(capsys):
     for edit, told in ((dict(dtype="float16"), "invalid choice: 'float16'"),
+                       (dict(preset="dem"), "invalid choice: 'dem'"),
                        (dict(PRESETS={"demo": dict(warmup_iter=0)}), "unrecognized arguments: --warmup_iter=0"),
                        (dict(PRESETS={"demo": dict(compile="flase")}), "invalid boolean value: 'flase'")):
         pytest.raises(SystemExit, fresh(**edit).configure, [])
