@@ -7,8 +7,6 @@ Muon-NSR and Muon-VS of the paper "Variance-Adaptive Muon", and the Muons it com
 Lines and symbols are those of the paper's Algorithm 1: W weights, G gradient, M momentum,
 Γ variance, O orthogonalised; _hat bias-corrected, _tilde with Nesterov's lookahead.
 """
-import functools
-
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -81,9 +79,8 @@ def momentum_sum(G, S, beta, nesterov):
 
 def averages(G, S, t, beta, nesterov):
     """M̃, Γ̂ and the new state."""
-    M_old = S["momentum"]
-    M = beta * M_old + (1 - beta) * G  # line 4
-    variance = beta * S["variance"] + beta * (1 - beta) * (M_old - G) ** 2  # line 5
+    M = beta * S["momentum"] + (1 - beta) * G  # line 4
+    variance = beta * S["variance"] + beta * (1 - beta) * (S["momentum"] - G) ** 2  # line 5
     M_hat = M / (1 - beta**t)  # line 6
     variance_hat = variance / (1 - beta**t)
     M_tilde = G + beta / (1 - beta) * M_hat if nesterov else M_hat  # line 7
@@ -163,7 +160,7 @@ def update(weights, gradients, states, variant, lr, weight_decay, adjust_lr_fn, 
         weight.copy_(placed_like(W_new[i], weight))
 
 def placed_like(value, other):
-    """value, a DTensor or whole on each rank, on other's device and placed so, if of its shape."""
+    """value, a DTensor or whole on each rank, put where other is; of another shape, as it is."""
     if getattr(value, "shape", None) != other.shape:  # such as a step
         return value
     value = value.to(other.device)
@@ -173,11 +170,7 @@ def placed_like(value, other):
         value = DTensor.from_local(value, other.device_mesh)  # a copy on each rank
     return value.redistribute(placements=other.placements)
 
-@functools.cache
-def compiled_update():
-    # Of the whole process, as torch 2.11's torch.compile takes no limit of its own.
-    torch._dynamo.config.recompile_limit = max(256, torch._dynamo.config.recompile_limit)
-    return torch.compile(update, fullgraph=True, dynamic=False)
+compiled_update = torch.compile(update, fullgraph=True, dynamic=False)
 
 # ---- The optimizer ----
 class Muon(torch.optim.Optimizer):
@@ -270,9 +263,10 @@ class Muon(torch.optim.Optimizer):
             options["power"] = 1  # no tensor: the compiler then leaves the power out
         batch = device == "cpu" and params[0].ndim > 2  # Inductor fails on some of these
         eager = not group["compile"] or isinstance(params[0], DTensor) or batch
-        run = update if eager else compiled_update()
+        run = update if eager else compiled_update
         try:
-            with torch.autocast(device, enabled=False):
+            with (torch.autocast(device, enabled=False),
+                  torch._dynamo.config.patch(recompile_limit=256)):  # a graph for each shape
                 run([p.detach() for p in params], [p.grad for p in params], states, **options)
         except torch._dynamo.exc.TorchDynamoException as error:
             raise RuntimeError("torch.compile failed; try Muon(..., compile=False)") from error
