@@ -456,9 +456,10 @@ def test_a_mistake_from_a_shell_gets_one_line(mistake, capsys):
     if mistake != "an id beyond the vocabulary":  # a run meets it where it reads it
         assert sorted(Path().rglob("*")) == before
 
-def test_help_lists_every_global_in_ascii(capsys):
+@pytest.mark.parametrize("script", ["train_gpt.py", "train_llama.py"])
+def test_help_lists_every_global_in_ascii(script, capsys):
     """As a terminal in Latin-1 lacks the paper's Greek letters."""
-    t = fresh()
+    t = fresh(script)
     t.SOURCES[0] = t.SOURCES[0].replace("# peak, for", "# 100% of the peak, for")
     with pytest.raises(SystemExit) as end:
         t.main(["--help"])
