@@ -4,7 +4,7 @@ import re, sys
 import pandas as pd
 import pytest
 
-from common import ROOT, write_tiny
+from common import ROOT, TINY, write_tiny
 
 import bench_optim, bench_train
 
@@ -61,8 +61,7 @@ def test_scripts_as_processes(tmp_path, monkeypatch, capsys):
     """Ours for real; the peer's stand-in checks that it got our model, batch and tokens."""
     write_tiny()
     (tmp_path / "train.py").write_text(PEER.replace("HERE", str(tmp_path)))
-    flags = ("--dataset=tiny --n_layer=1 --n_head=2 --n_embd=32 --block_size=16 --batch_size=8 --micro_batch_size=4 "
-             "--device=cpu --dtype=float32 --compile=false")
+    flags = " ".join(f"--{name}={value}" for name, value in TINY.items() if name != "max_iters")
     monkeypatch.setattr(sys, "argv", ["bench_train.py", f"--ours={flags}", "--nanogpt=.", "--rounds=1", "--updates=10"])
     bench_train.main()
     assert re.search(r"^ours --dataset=tiny.* \d+\.\d \[.*\nnanoGPT +250\.0 \[", capsys.readouterr().out, re.M)

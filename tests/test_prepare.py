@@ -162,7 +162,7 @@ def test_shards_end_with_a_batch_and_those_of_a_group_that_failed_are_no_part_of
     monkeypatch.setattr(prepare, "SHARD_TOKENS", 2000)
     monkeypatch.setattr(prepare, "BATCH", 300)
     write("in/a.jsonl", jsonl(sentences(180)) + b'{"text": "cut')
-    refused("line 181", *COMMAND, "--val_fraction=0", "--workers=1")
+    refused("a.jsonl, line 181: JSONDecodeError", *COMMAND, "--val_fraction=0", "--workers=1")
     failed = os.listdir("data/mine.partial")
     write("in/a.jsonl", jsonl(sentences(90)))
     prepare.main([*COMMAND, "--val_fraction=0"])
@@ -214,8 +214,7 @@ def refused(pattern, *argv):
     # with a time in the file, workers would collect tests of different names
     ("a.jsonl.gz", gzip.compress(jsonl("abc"), mtime=0)[:-9], "EOF(?!.*(UTF-8|--field))"),
     ("a.jsonl", b'\n{"body": "x"}', "a.jsonl, line 2: KeyError: 'text'.*--field"), ("a.parquet", b"PAR1", "Arrow"),
-    ("a.jsonl", jsonl(["a"] * 300) + b'{"text": "cut', "a.jsonl, line 301: JSONDecodeError"),
-    ("a.jsonl", '{"text": 5}', "line 1: AttributeError"), ("a.png", b"x", "expected"), ("a.md", b"", "expected text")])
+    ("a.jsonl", '{"text": 5}', "line 1: AttributeError")])
 def test_what_cannot_be_read_is_named(name, data, pattern):
     write("in/" + name, data)
     refused(f"in.*{pattern}", *COMMAND)

@@ -60,7 +60,7 @@ def test_reads_the_scripts_own_log(title):
     assert list(run.points["val_loss"].dropna().index) == [0, 4, 8] and run.points["train_loss"].count() == 8
 
 def test_statistics_agree_with_scipy_and_by_hand():
-    assert report.interval([1.0, 3.0]) == pytest.approx((2, 12.7062047))  # t of one degree of freedom; s/√n is 1
+    assert report.interval([1.0, 1.0, 4.0]) == pytest.approx((2, 4.3026527))  # t of two degrees of freedom; s/√n is 1
     base, row = pd.Series(FINAL["muon"], list("123")), pd.Series((*FINAL["muon-vs"], 5.0), list("1234"))
     n, (mean, half), p = report.paired(base, row)  # seed 4 has no partner
     expected = stats.ttest_rel(*FINAL.values())

