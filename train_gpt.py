@@ -439,7 +439,7 @@ def from_rank_0(value):
     return box[0]
 
 def find_checkpoint():
-    """This run's newest checkpoint that is whole, chosen by rank 0 for all; or --resume=PATH; or None."""
+    """This run's newest checkpoint that is whole, chosen by rank 0 for all; or --resume=PATH; or nothing."""
     if resume != "auto":
         return resume
     own = newest_first()

@@ -492,7 +492,7 @@ def no_compiler(monkeypatch, tmp_path):
 
 def test_without_a_compiler_the_script_runs_uncompiled(no_compiler, capsys):
     assert train("run", compile=True)["step"] == 8
-    assert capsys.readouterr().err == "runs uncompiled, so slower, as there is no C++ compiler\n"
+    assert "no C++ compiler" in capsys.readouterr().err
 
 def test_without_a_compiler_muon_says_how(no_compiler):
     p = torch.nn.Parameter(torch.eye(8, 4))
