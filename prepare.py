@@ -36,8 +36,8 @@ MAGIC, HEADER, SHARD_TOKENS = 20240520, 1024, 100_000_000  # HEADER in bytes
 TEXT, RECORDS = (".txt", ".md", ".py"), (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".parquet")
 BLOCK, BATCH, GROUP = 1 << 16, 1 << 20, 64 << 20  # read of a text at a time; for a thread; files that are one input
 # what a file is for, by words of its name and folders; the first that fits counts
-WORDS = {"test": "(news)?(test|dev(el)?|eval(uation)?)(s|ing|set|data|test)?|h[eo]ld(out)?(s|set)?",
-         "val": "val(id(ation)?)?(s|set|data)?", "train": "train(ing|set|data)?"}
+WORDS = {"test": "(news)?(test|dev(el)?|eval(uation)?)(s|ing|set|split|data|test)?|h[eo]ld(out)?(s|set)?",
+         "val": "val(id(ation)?)?(s|set|split|data)?", "train": "train(ing|set|split|data)?"}
 
 @contextlib.contextmanager
 def in_one_line(what, mend):
@@ -73,8 +73,6 @@ def load_tokenizer(name, file=None):
                 return np.concatenate([encode(text[:half], starts), encode(text[half:], False)])
         return encode, gpt2.decode
     import sentencepiece
-    if hashlib.sha256(Path(file).read_bytes()).hexdigest() != LLAMA2_SHA256:
-        sys.exit(f"{file} is not Llama 2's tokenizer.model; give another --tokenizer_file")
     llama2 = sentencepiece.SentencePieceProcessor(model_file=str(file))
     # the model puts a space before any text; a newline merges with nothing: behind one a document goes on
     return (lambda text, starts: np.array(llama2.encode(text) if starts else llama2.encode("\n" + text)[2:], "<u2"),
@@ -194,13 +192,13 @@ def share(key):
 
 def write_shard(path, split, parts, vocab, eot):
     """Write the arrays `parts` as one shard. Returns its entry in the manifest."""
-    ids, header = np.concatenate(parts), np.zeros(256, "<u4")
-    header[:7] = MAGIC, 1, len(ids), vocab, eot, zlib.crc32(ids), 1
+    ids = np.concatenate(parts)
+    header = [MAGIC, 1, len(ids), vocab, eot, zlib.crc32(ids), 1] + 249 * [0]
     with open(path, "wb") as file:
-        file.writelines([header, ids])
+        file.writelines([np.array(header, "<u4"), ids])
         file.flush()
         os.fsync(file.fileno())
-    return {"file": path.name, "split": split, "tokens": len(ids), "documents": int((ids == eot).sum())}
+    return dict(file=path.name, split=split, tokens=len(ids), documents=int((ids == eot).sum()), crc=header[5])
 
 def read_manifest(folder):
     with contextlib.suppress(OSError, ValueError):
@@ -285,9 +283,9 @@ def below(top, leave=()):
 def find(tops, endings, splits):
     """[(name, path, does it validate?)] of the files at or below tops; a line counts what is left out."""
     found, words, files, out = {}, {}, [], []
-    places = [os.path.relpath(top, os.path.commonpath([*map(os.path.abspath, tops)])) for top in tops]
-    globbed = len({place.count("/") for place in places}) == 1  # as by a glob
-    for top, place in zip(map(Path, tops), places):
+    full = [*map(os.path.abspath, tops)]  # those of one depth may be a glob's, which folders tell apart
+    for top, at in zip(map(Path, tops), full):
+        place = os.path.relpath(at, os.path.commonpath([p for p in full if p.count("/") == at.count("/")]))
         if not top.exists():
             sys.exit(f"{top} does not exist")
         for name, path in below(top):
@@ -295,7 +293,7 @@ def find(tops, endings, splits):
             around, real = near(path), os.path.realpath(path)  # from `top`'s last folder on
             fits = name.lower().endswith(endings) and "/." not in f"/{name}" and os.path.exists(path)
             found.setdefault((real, fits), (around, path))
-            where = f"/{place * globbed}/{around}/{near(real)}/"
+            where = f"/{place}/{around}/{near(real)}/"
             words[real] = words.get(real, "") + re.sub(r"[\W\d_]+", " ", where.lower())
     for (real, fits), (around, path) in found.items():
         split = next((split for split in WORDS if re.search(f" ({WORDS[split]}) ", words[real])), None)
@@ -367,8 +365,8 @@ def verify(args):
         sys.exit(f"{folder} holds other shards than its manifest.json; {mend}")
     for shard in manifest["shards"]:
         path = folder / shard["file"]
-        header, ids = np.fromfile(path, "<u4", 7).tolist(), np.fromfile(path, "<u2")[HEADER // 2:]
-        if path.stat().st_size % 2 or header != [MAGIC, 1, shard["tokens"], vocab, eot, zlib.crc32(ids), 1]:
+        header, crc = np.fromfile(path, "<u4", 7).tolist(), zlib.crc32(path.read_bytes()[HEADER:])
+        if header != [MAGIC, 1, shard["tokens"], vocab, eot, crc, 1] or crc != shard.get("crc", crc):
             sys.exit(f"{path} is damaged; {mend}")
     print(f"{len(manifest['shards'])} shards verified: sizes, headers, checksums")
 
@@ -405,7 +403,7 @@ def main(argv):
     add("--tokens", type=amount, help="stop behind 10B, 500M")
     add("--workers", type=amount, default=os.cpu_count(), help="threads (one a core)")
     sys.stdout.reconfigure(errors="replace")  # for ASCII terminals
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     takes = {"text": ["input", "name"], "import": ["what", "name"], "verify": ["what"], "show": ["what"]}
     given = [name for name in ("what", "input", "name") if getattr(args, name) and all(getattr(args, name))]
     if given != takes.get(args.command, given and ["name"]) or not 0 <= args.val_fraction <= 1:
@@ -420,6 +418,8 @@ def main(argv):
             import huggingface_hub as hub
             with in_one_line("Llama 2's tokenizer", "set --tokenizer_file to the path of its tokenizer.model"):
                 args.tokenizer_file = hub.hf_hub_download("hf-internal-testing/llama-tokenizer", "tokenizer.model")
+        if args.tokenizer_file and hashlib.sha256(Path(args.tokenizer_file).read_bytes()).hexdigest() != LLAMA2_SHA256:
+            sys.exit(f"{args.tokenizer_file} is not Llama 2's tokenizer.model; give another --tokenizer_file")
         COMMANDS[args.command](args)
     except ImportError as e:
         sys.exit(f"{e}; pip install {e.name}")

@@ -232,7 +232,8 @@ def test_a_dataset_is_one_folder_in_data_of_one_source():
     # the train scripts would take my_val_train_000001.bin for both
     for name in "../x", "a/b", "..", ".x", "a.partial", "my_val":
         refused("--name", *COMMAND[:-1], name)
-    refused("not Llama 2's tokenizer", *COMMAND, "--tokenizer_file=in/a.txt")
+    for command in COMMAND, ["import", "in/a.txt", "--name=ids"]:
+        refused("not Llama 2's tokenizer", *command, "--tokenizer_file=in/a.txt")
     refused("nowhere does not exist", "text", "--input", "in", "nowhere", "--name", "mine")
     assert os.listdir() == ["in"]
     prepare.main(COMMAND)
@@ -249,6 +250,8 @@ def test_damage_is_found():
         refused("damaged", "verify", "mine")
     path.write_bytes(good)
     prepare.main(["verify", "mine"])
+    write_shard(path, np.flip(np.frombuffer(good[1024:], "<u2")), vocab=257, eot=256)
+    refused("damaged", "verify", "mine")  # it is whole, but another
     write("data/mine/mine_train_000099.bin", good)
     refused("other shards", "verify", "mine")
 
@@ -257,7 +260,7 @@ def test_import_refuses_what_is_cut_or_of_another_tokenizer():
     write("b/train.bin", Path("a/train.bin").read_bytes()[:1500])
     write("c/train.bin", np.full(500, 60000, "<u2").tobytes())
     for name, tokenizer, pattern in ("a", "gpt2", "257"), ("b", "bytes", "1500 bytes"), ("c", "gpt2", "60000"):
-        refused(pattern, "import", name, "--name", name, "--tokenizer", tokenizer)
+        refused(pattern, "import", "--name", name, name, "--tokenizer", tokenizer)
 
 def test_of_others_shards_one_line_says_what_was_found_and_what_to_run(capsys):
     write_shard("data/llmc/tiny_shakespeare_train.bin", range(500), ours=False)
@@ -318,7 +321,7 @@ def test_what_is_held_out_is_not_trained_on(capsys):
             "val", "b/Validation/0", "train/validset", "contest_train", "latest/train", "train/interval",
             "test", "a/my-test_01", "test/0", "train/Test/0", "train.dev", "tests/train", "held-out", "train/holdout",
             "testing/0", "hold-out", "testdata/0", "newstest2014",
-            "evaluations", "all/0"]):
+            "testsplit", "all/0"]):
         write(f"ids/{name}.bin", np.array([n], "<u2").tobytes())
         write(f"in/{name}.txt", str(n))
     os.remove("ids/all/0.bin")
@@ -342,6 +345,8 @@ def test_what_is_held_out_is_not_trained_on(capsys):
     assert (texts("globbed", "train"), texts("globbed", "val")) == (folders[1:2], folders[2:])
     write("dev/notes/a.txt", "a")
     write("b.txt", "b")
+    prepare.main(["text", "--name=mixed", "--input", *folders, "b.txt"])
+    assert (sorted(texts("mixed", "train")), texts("mixed", "val")) == (["b", folders[1]], folders[2:])
     prepare.main(["text", "--name=apart", "--val_fraction=0", "--input", "dev/notes", "b.txt"])
     assert sorted(texts("apart", "train")) == ["a", "b"]
 
