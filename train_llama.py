@@ -500,6 +500,7 @@ def load_checkpoint(path, model, optimizers, facts):
         old, ids = saved["globals"], saved["vocab"]
         assert ids == facts["vocab"], f"it is of a tokenizer of {ids} ids, not {facts['vocab']}"
         assert not optimizers or old["optimizer"] == optimizer, f"pass --optimizer={old['optimizer']}"
+        assert saved["optimizer"].keys() == dict(model.named_parameters()).keys(), "its parameters are others"
         model.load_state_dict({name: optim.placed_like(t, own[name]) for name, t in saved["model"].items()})
     except Exception as error:  # it may be any file
         sys.exit(f"found no checkpoint of this model in {path}: {error!r:.300}")
