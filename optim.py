@@ -109,7 +109,7 @@ def muon_nsr_post(G, S, ns, t, momentum, nesterov, gamma, eps, **_):
 def adamuon(G, S, ns, momentum, nesterov, eps, **_):
     """AdaMuon (Si et al., 2025): Newton-Schulz of the sign, then a second moment of the result."""
     M_tilde, S_new = momentum_sum(G, S, momentum, nesterov)
-    O = ns(M_tilde.sign())
+    O = ns(M_tilde / M_tilde.abs().clamp_min(1e-30))  # torch's sign() of NaN is 0
     V = momentum * S["second_moment"] + (1 - momentum) * O**2
     return O / (V.sqrt() + eps), S_new | {"second_moment": V}
 
@@ -257,10 +257,9 @@ class Muon(torch.optim.Optimizer):
         options["t"] = own[0]["step"] + 1
         options["ns_dtype"] = group["ns_dtype"] or fast_dtype(device)  # which cannot be compiled
         for name, value in options.items():  # numbers as tensors, which recompile nothing
-            if isinstance(value, int | float) and name not in ("nesterov", "ns_steps", "split"):
+            number = isinstance(value, int | float) and name not in ("nesterov", "ns_steps", "split")
+            if number and (name, value) != ("power", 1):  # which the compiler then leaves out
                 options[name] = torch.tensor(value, dtype=torch.float64, device="cpu")
-        if group["power"] == 1:
-            options["power"] = 1  # no tensor: the compiler then leaves the power out
         batch = device == "cpu" and params[0].ndim > 2  # Inductor fails on some of these
         eager = not group["compile"] or isinstance(params[0], DTensor) or batch
         run = update if eager else compiled_update
@@ -287,7 +286,10 @@ class Muon(torch.optim.Optimizer):
         """As torch's. RuntimeError on one rank of several, which has only its share."""
         if self.owners:
             raise RuntimeError("a rank has its share of the state: call full_state_dict() on all")
-        return super().state_dict()
+        result = super().state_dict()
+        for group in result["param_groups"]:  # dtypes, which some savers refuse, are each start's
+            group.update(ns_dtype=None, state_dtype=None)
+        return result
 
     def full_state_dict(self):
         """The whole state, on the CPU, to rank 0; {} to the others. All ranks must call it."""

@@ -158,8 +158,8 @@ def test_constant_gradient_leaves_the_variance_of_the_warm_up():
 
 @pytest.mark.parametrize("adjust_lr_fn", ["original", "frobenius"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_zero_and_large_gradients(variant, adjust_lr_fn):
-    """Zero gives a zero update. With 1e-12 and 1e12, squares near fp32's ends, updates stay of their size."""
+def test_zero_large_and_nan_gradients(variant, adjust_lr_fn):
+    """Zero gives a zero update. With 1e-12 and 1e12, squares near fp32's ends, updates stay of their size. NaN shows."""
     for size in 0, 1e-12, 1e12:
         p, = parameters((16, 40))
         before = p.detach().clone()
@@ -169,6 +169,9 @@ def test_zero_and_large_gradients(variant, adjust_lr_fn):
             p.grad *= size
             opt.step()
         assert p.isfinite().all() and p.norm() < 10 and torch.equal(p, before) == (size == 0), size
+        p.grad[0, 0] = math.nan
+        opt.step()
+        assert p.isnan().all()
 
 @pytest.mark.parametrize("variant", ["muon", "muon-nsr", "muon-vs", "muon2", "muon-nsr-post"])
 def test_with_the_exact_polar_factor_all_singular_values_are_s(variant, monkeypatch):

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -162,7 +162,7 @@ def someones_script(rank, world, folder):
         set_state_dict(model, optimizers, model_state_dict=weights, optim_state_dict=state)
     for step in range(0 if world == 4 else 5, 10):
         if step == 5 and world == 4:
-            weights, state = get_state_dict(model, optimizers)
+            weights, state = get_state_dict(model, optimizers, options=StateDictOptions(cpu_offload=True))
             dcp.save({"model": weights, "optimizers": state}, checkpoint_id=f"{folder}/saved")
         tokens = torch.randint(32, (64,), generator=torch.Generator().manual_seed(step))
         nn.functional.cross_entropy(model(tokens), (tokens + 1) % 32).backward()
