@@ -175,6 +175,8 @@ def test_what_a_resumed_run_does_again_counts(logs):
     assert killed.settings["lr"] == "0.01" and "resumed" not in killed.settings  # it saved nothing with 0.5
     (logs / "other.txt").write_text(other + tail)
     assert list(make()[0]) == ["muon lr=0.01", "muon-vs lr=0.01", "muon-vs lr=0.5 resumed=300"]
+    assert list(make("--only=muon-1|other")[0]) == ["muon lr=0.01", "muon-vs lr=0.5 resumed=300"]
+    assert " gamma=10 " in open("report/report.md").read()  # an option of optimizers that all share
     whats = "the code", "code,wandb=x", "val_data", "seed=2", "wandb=x"
     for what, row in zip(whats, [*["300"] * 4, None], strict=True):
         run = report.Run("a", f"{head}resumed:step:300 changed:{what}\nstep:400{tail}")

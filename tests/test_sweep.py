@@ -38,7 +38,7 @@ def test_grid_and_names():
     axes = sweep.parse(["--optimizer=muon,muon-vs", "--learning_rate=0.005", "--n_layer=2", "--seed=1..2,7"], None)
     runs = sweep.grid(sweep.Path("a/train_gpt.py"), axes)
     assert sweep.parse(["--seed=2..1"], None) == {"seed": ["2..1"]}  # for the script to refuse
-    assert sweep.plain("(1E-3,.9)") == sweep.plain("(0.001, 0.9)")
+    assert sweep.plain("(1E-3,.9,1_024)") == sweep.plain("(0.001, 0.9, 1024)")
     assert list(runs) == [f"gpt-{name}-lr0.005-seed{seed}" for name in ("muon", "muon-vs") for seed in (1, 2, 7)]
     betas = sweep.parse(["--adam_betas=(0.9, 0.95),(0.8,0.9)", "--ns_steps=3, 5"], None)
     assert betas == dict(adam_betas=["(0.9,0.95)", "(0.8,0.9)"], ns_steps=["3", "5"])
@@ -62,7 +62,9 @@ def test_finished_runs_are_skipped_and_cut_ones_resumed(folder):
     (folder.parent / "checkpoints/fake-muon-seed3").mkdir(parents=True)  # of a run whose log was moved
     assert "seed3 has no logs/fake-muon-seed3.txt" in end(start("--optimizer=muon", "--seed=3"))[0]
     (folder.parent / "train_fake.py").write_text(FAKE + "\n")
-    assert "fake-muon-seed1.txt is of another train_fake.py\n" in end(start(*flags))[0]
+    (folder.parent / "optim.py").touch()
+    error, _ = end(start(*flags))
+    assert all(f"fake-muon-seed1.txt is of another {name}.py\n" in error for name in ("train_fake", "optim"))
 
 def test_a_failed_run_is_named_and_the_rest_goes_on(folder):
     error, status = end(start("--optimizer=broken,muon", "--seed=1"))

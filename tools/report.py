@@ -161,8 +161,8 @@ class Experiment:
         self.doubts = [f"no times, as {key} differs" for key in FACTS[3:] if len({x.get(key) for x in facts}) > 1]
         for peers in group(rows, lambda row: row.optimizer):
             for row in peers:  # its name has what sets it apart
-                shown = [f"{key}={x}" for key, x in row.config.items() if key in ("lr", "updates") or key == "gamma"
-                         and "nsr" in row.optimizer or any(peer.config.get(key) != x for peer in peers)]
+                shown = [f"{key}={x}" for key, x in row.config.items() if key in ("lr", "updates", "resumed")
+                         or key == "gamma" and "nsr" in row.optimizer or any(p.config.get(key) != x for p in peers)]
                 row.label = " ".join([row.optimizer, *shown])
             tuned = [row for row in peers if row in self.tuning]
             best = min(tuned or peers, key=lambda row: (-len(row.final), row.final.mean()))
@@ -192,10 +192,10 @@ def experiments(runs: list[Run], baseline: str, tuned_on: str) -> list[list[Expe
             for family in sorted(families, key=len, reverse=True)]
 
 def describe(runs: list[Run]) -> str:
-    """Model, data, budget, schedule and precision: all settings that the runs share; then the machines."""
+    """All settings that the runs share, of model, data, budget, schedule, optimizers; then the machines."""
     facts = pd.DataFrame([run.settings | run.facts for run in runs])
     lines = [f"- {name}: {' and '.join(sorted(set(facts[name].dropna())))}" for name in FACTS[:-2] if name in facts]
-    shared = [f"{key}={x}" for key, x in runs[0].shared.items() if x and all(run.shared.get(key) == x for run in runs)]
+    shared = [f"{key}={x}" for key, x in runs[0].config.items() if all(run.config.get(key) == x for run in runs)]
     return "\n".join(["", "- " + (" ".join(shared) or "settings: those of the logs' sources"), *lines, ""])
 
 # ---- Statistics and tables ----
@@ -282,7 +282,7 @@ def speedups(e: Experiment, name: str, clock: bool) -> str:
             for key, y, sign in ("loss then", then, ""), ("Δ then", base_loss.iloc[-1][then.index] - then, "+"):
                 lines[-1][key] = number(y["mean"], 4, sign) + f" ({number(y[:-1], 4, sign)})" * (len(y) > 2)
     return markdown(f"Speedup over {e.base.label} in {'training time' if clock else 'updates'}, to its {name} "
-                    "at shares of its updates: of mean curves (seed by seed). –: not reached (by one at least)." +
+                    "at shares of its updates: of mean curves (by common seed). –: not reached (by one at least)." +
                     " Then: when the baseline's run ended, linear between points; one that ended sooner has its last "
                     "loss. A curve read before its end is not what a run of that length gives, for its rate is high: "
                     "Δ is rather too low. Clocks compare only if each run had the machine to itself." * clock, lines)

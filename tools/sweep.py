@@ -41,17 +41,18 @@ def finished(log: Path, settings: dict[str, str], script: Path) -> bool:
     if not log.exists() and Path("checkpoints", log.stem).exists():
         sys.exit(f"checkpoints/{log.stem} has no {log}; move it away too")
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-    code, _, head, body = [*re.split(r"^={100}\n", text, maxsplit=3, flags=re.M), "", "", ""][:4]
-    if code not in ("", script.read_text(encoding="utf-8")):
-        print(f"{log} is of another {script}", file=sys.stderr)
+    code, rules, head, body = [*re.split(r"^={100}\n", text, maxsplit=3, flags=re.M), "", "", ""][:4]
+    for file, old in (script, code), (script.with_name("optim.py"), rules):
+        if old and file.exists() and old != file.read_text(encoding="utf-8"):
+            print(f"{log} is of another {file}", file=sys.stderr)
     for name, value in settings.items():
         found = re.search(rf"^--{name}=(.*)$", head, re.M)
         if found and value != "auto" and name != "micro_batch_size" and plain(found[1]) != plain(value):
             sys.exit(f"{log} is of --{name}={found[1]}, not {value}; move it and checkpoints/{log.stem} away")
     return re.search(r"^final ", body, re.M) is not None
 
-def plain(value: str) -> str:  # alike for (.9, 1) and (0.9, 1.0), 1E-3 and 0.001, True and true
-    return re.sub(r"(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", lambda x: str(float(x[0])), value.lower().replace(" ", ""))
+def plain(value: str) -> str:  # alike for (.9, 1) and (0.9, 1.0), 1_000 and 1E3, True and true
+    return re.sub(r"(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", lambda x: str(float(x[0])), re.sub("[ _]", "", value.lower()))
 
 def start(script: Path, name: str, settings: dict[str, str], job: int, jobs: int) -> subprocess.Popen:
     """Starts a run, in a session of its own: Ctrl-C reaches it through us, once."""
