@@ -467,28 +467,19 @@ def read_checkpoint(path):
         raise ValueError("a part is damaged")
     return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
-def is_whole(path):
-    try:
-        return bool(read_checkpoint(path))
-    except Exception:  # a damaged file may raise nearly any
-        print(f"passing over {path}, which is damaged", file=sys.stderr)
-
-def from_rank_0(value):
-    box = [value]
-    if world > 1:
-        dist.broadcast_object_list(box)
-    return box[0]
-
 def find_checkpoint():
-    """This run's newest checkpoint that is whole, chosen by rank 0 for all; or --resume=PATH; or nothing."""
+    """This run's newest checkpoint that is whole; or --resume=PATH; or nothing."""
     if resume != "auto":
         return resume
     own = newest_first()
-    chosen = from_rank_0(next(filter(is_whole, own), None) if rank == 0 else None)
-    if chosen not in (own or [None]):  # where there is none, all begin anew
-        sys.exit("found no checkpoint that is whole and seen by all ranks; nodes of a run must share them; "
-                 "another start is another --run_name")
-    return chosen
+    for path in own:
+        try:
+            read_checkpoint(path)
+            return path
+        except Exception:  # a damaged file may raise nearly any
+            print(f"passing over {path}, which is damaged", file=sys.stderr)
+    if own:
+        sys.exit("found no checkpoint that is whole; to begin anew give another --run_name")
 
 def load_checkpoint(path, model, optimizers, facts):
     """Loads weights and, by name, optimizers' state, but not what is in their groups. Returns its step and
@@ -652,9 +643,12 @@ def main(argv):
     init_ranks()
     facts = dict(script=Path(__file__).name, code=SOURCES, globals=settings(), data=shards.contents,
                  val_data=val_shards.contents, vocab=shards.vocab, eot=shards.eot)
-    if facts != from_rank_0(facts):
-        sys.exit(f"rank {rank} has other settings, data or code than rank 0; nodes of a run need the same")
     path = find_checkpoint()
+    box = [(facts, path)]
+    if world > 1:
+        dist.broadcast_object_list(box)  # rank 0's
+    if box[0] != (facts, path):
+        sys.exit(f"rank {rank} has other settings, data, code or checkpoints than rank 0; nodes share them")
     source = path or init_from
     if eval_only and not source:
         sys.exit("found no checkpoint to evaluate; give --resume or --init_from")

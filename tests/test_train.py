@@ -387,7 +387,7 @@ def of_another_seed(module):
 def test_ranks_of_other_settings_end():
     with pytest.raises(Exception, match="terminated"):
         on_ranks(2, name="run", meddle=of_another_seed)
-    assert Path("exit-1").read_text().startswith("rank 1 has other settings, data or code than rank 0")
+    assert Path("exit-1").read_text().startswith("rank 1 has other settings, data, code or checkpoints")
 
 def on_a_node_of_its_own(alone, module):
     if module.rank == alone:
@@ -399,7 +399,7 @@ def test_ranks_that_see_other_checkpoints_end(alone):
     write_tiny("node/data")
     with pytest.raises(Exception, match="terminated"):
         on_ranks(2, name="run", resume="auto", meddle=functools.partial(on_a_node_of_its_own, alone))
-    assert Path("exit-1").read_text().startswith("found no checkpoint that is whole and seen by all ranks; nodes of")
+    assert Path("exit-1").read_text().startswith("rank 1 has other settings, data, code or checkpoints")
 
 def test_ranks_that_srun_starts_take_a_gpu_each(monkeypatch):
     """It sets no LOCAL_RANK; with --gpus-per-task=1 a rank sees one GPU alone."""
