@@ -624,7 +624,8 @@ def main(argv):
             print(f"val_loss:{val_loss:.5f} val_acc:{val_acc:.4f} changed:{changed}")
         return
 
-    if rank == 0 and log_file.exists() and not path:  # of a start that saved nothing
+    if rank == 0 and log_file.exists() and not path:
+        print("an earlier start of this run saved nothing; it begins anew", file=sys.stderr)
         log_file.rename(f"{log_file}.{time.time_ns()}")
     log = open_log(log_file, model, facts) if rank == 0 else lambda *_: None
     if source:

@@ -303,9 +303,10 @@ def test_newest_is_the_highest_step_and_no_start_mixes_two_runs():
     with pytest.raises(SystemExit, match="step_10000000.pt exists; give another --run_name.*--resume=auto$"):
         train("run")
 
-def test_a_log_without_a_checkpoint_is_put_aside_and_a_name_has_one_spelling():
+def test_a_log_without_a_checkpoint_is_put_aside_and_a_name_has_one_spelling(capsys):
     train("run", max_iters=0)
     train("run", resume="auto", learning_rate=0.02, max_iters=4)
+    assert "begins anew" in capsys.readouterr().err
     (first,), later = Path("logs").glob("run.txt.*"), Path("logs/run.txt").read_bytes()
     assert b"\n--learning_rate=0.02\n" in later and b"\n--learning_rate=0.01\n" in first.read_bytes()
     with pytest.raises(SystemExit, match="logs/run.txt exists"):
