@@ -514,8 +514,16 @@ def init_ranks():
         torch.cuda.set_device(local_rank)
         torch.backends.cuda.matmul.allow_tf32 = True
     if world > 1:
+        # torchrun's store outlives a restart, with keys of dead ranks, which a new prefix hides.
+        store, _, _ = next(dist.rendezvous("env://"))
+        if rank == 0:
+            store.set("prefix", str(time.time_ns()))
+        prefix = store.get("prefix").decode()
+        if store.add(prefix, 1) == world:
+            store.delete_key("prefix")  # now that all ranks have it
         hours = datetime.timedelta(hours=4)  # as others wait while one rank saves
-        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=hours)
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", rank=rank, world_size=world,
+                                store=dist.PrefixStore(prefix, store), timeout=hours)
     if compile and device == "cpu" and not shutil.which(torch._inductor.config.cpp.cxx[-1]):
         print("runs uncompiled, so slower, as there is no C++ compiler", file=sys.stderr)
         compile = False

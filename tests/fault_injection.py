@@ -112,7 +112,6 @@ def torchrun(name, *nodes, **settings):
     launcher = [sys.executable, "-m", "torch.distributed.run", *nodes, "--max-restarts=3", "--shutdown-timeout=2"]
     command = ["nohup", *launcher, str(ROOT / "train_gpt.py"), *words]
     env = os.environ | dict(OMP_NUM_THREADS="1")  # which it sets for two ranks, not for two nodes of one
-    env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # for two nodes, as README says
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env)
 
 def text(name):
