@@ -159,7 +159,7 @@ def test_constant_gradient_leaves_the_variance_of_the_warm_up():
 @pytest.mark.parametrize("adjust_lr_fn", ["original", "frobenius"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_zero_large_and_nan_gradients(variant, adjust_lr_fn):
-    """Zero gives a zero update. With 1e-12 and 1e12, squares near fp32's ends, updates stay of their size. NaN shows."""
+    """Zero gives a zero update. With 1e-12 and 1e12, squares near fp32's ends, updates keep their size. NaN shows."""
     for size in 0, 1e-12, 1e12:
         p, = parameters((16, 40))
         before = p.detach().clone()
