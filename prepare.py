@@ -36,7 +36,7 @@ MAGIC, HEADER, SHARD_TOKENS = 20240520, 1024, 100_000_000  # HEADER in bytes
 TEXT, RECORDS = (".txt", ".md", ".py"), (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".parquet")
 BLOCK, BATCH, GROUP = 1 << 16, 1 << 20, 64 << 20  # read of a text at a time; for a thread; files that are one input
 # what a file is for, by words of its name and folders; the first that fits counts
-WORDS = {"test": "(news)?(test|dev(el)?|eval(uation)?)(s|ing|set|split|data|test)?|h[eo]ld(out)?(s|set)?",
+WORDS = {"test": "(news)?(te?st|dev(el)?|eval(uation)?)(s|ing|set|split|data|test)?|held|h[eo]ld ?out(s|set)?",
          "val": "val(id(ation)?)?(s|set|split|data)?", "train": "train(ing|set|split|data)?"}
 
 @contextlib.contextmanager
@@ -137,7 +137,7 @@ def batches(group, field, validates, number):
     validates(number of a document, name of its file or its text); number: of the first document."""
     batch, size = [], 0
     for name, address, val, *tail in group:
-        with in_one_line(address, "when it is whole, the same command goes on"):
+        with in_one_line(address, "when it can be read, the same command goes on"):
             for text, starts, ends, is_tail in documents(name, address, field, *tail):
                 to_val = val or is_tail or validates(number, name if name.lower().endswith(TEXT) else text)
                 batch.append((text, "val" if to_val else "train", starts, ends))
@@ -200,11 +200,12 @@ def write_shard(path, split, parts, vocab, eot):
         os.fsync(file.fileno())
     return dict(file=path.name, split=split, tokens=len(ids), documents=int((ids == eot).sum()), crc=header[5])
 
-def read_manifest(folder):
+def read_manifest(what):
+    folder = Path("" if "/" in what else "data", what)
     with contextlib.suppress(OSError, ValueError):
-        return json.loads((folder / "manifest.json").read_text())
+        return folder, json.loads((folder / "manifest.json").read_text())
     sys.exit(f"{folder} was not made by prepare.py: no manifest.json of it; shards of others: "
-             f"python prepare.py import {folder} --name ANOTHER")
+             f"python prepare.py import {folder} --name ANOTHER" if folder.exists() else f"{folder} does not exist")
 
 def build(args, source, files, validates=None, count="train", listing=None):
     """Make data/NAME/ of files, or listing(), of ids or, if validates() says what validates, text. --tokens are of the
@@ -212,11 +213,14 @@ def build(args, source, files, validates=None, count="train", listing=None):
     final = Path("data", args.name)
     folder = final if final.exists() else Path("data", f"{args.name}.partial")
     source = {**source, "field": args.field, "tokenizer": args.tokenizer, "tokens": args.tokens}
-    stats = [(name, *how, os.path.getsize(path), os.stat(path).st_mtime_ns) for name, path, *how in files]
+    stats = []
+    for name, path, *how in files:
+        content = np.memmap(path, "u1", "r") if os.path.getsize(path) else b""
+        stats.append((name, *how, len(content), zlib.crc32(content)))
     vocab, eot = TOKENIZERS[args.tokenizer]
     state = dict(source=source, vocab_size=vocab, eot=eot, done=0, digest=0, shards=[])
     if final.exists() or (folder / "manifest.json").exists():
-        state = read_manifest(folder)
+        _, state = read_manifest(str(folder))
     tokens = {split: sum(s["tokens"] for s in state["shards"] if s["split"] == split) for split in ("train", "val")}
     limit = args.tokens or math.inf
     went_in = stats if final.exists() and tokens[count] < limit else stats[:state["done"]]
@@ -249,8 +253,7 @@ def build(args, source, files, validates=None, count="train", listing=None):
                 break
         for split in [*growing]:
             close(split)
-        state.update(done=state["done"] + len(group), shards=shards)
-        state["digest"] = share(repr(stats[:state["done"]]))
+        state.update(done=(done := state["done"] + len(group)), digest=share(repr(stats[:done])), shards=shards)
         (folder / "manifest.tmp").write_text(json.dumps(state, indent=1))
         os.replace(folder / "manifest.tmp", folder / "manifest.json")
 
@@ -259,7 +262,7 @@ def build(args, source, files, validates=None, count="train", listing=None):
     for path in {*folder.glob(f"{args.name}_*.bin")} - {folder / shard["file"] for shard in state["shards"]}:
         path.unlink()  # of an input since mended
     folder.rename(final)
-    print(f"{final}: {tokens['train']:,} tokens to train on, {tokens['val']:,} to validate on")
+    print(f"{final}: {tokens['train']:,} train, {tokens['val']:,} val tokens, {sum(f[2] for f in files)} files by name")
     own = SOURCES.get(args.command, {})
     train, val = (args.name if tokens[split] else own.get("pair", "ANOTHER") for split in ("train", "val"))
     lacking = " or ".join(split for split in tokens if not tokens[split])
@@ -294,14 +297,14 @@ def find(tops, endings, splits):
             fits = name.lower().endswith(endings) and "/." not in f"/{name}" and os.path.exists(path)
             found.setdefault((real, fits), (around, path))
             where = f"/{place}/{around}/{near(real)}/"
-            words[real] = words.get(real, "") + re.sub(r"[\W\d_]+", " ", where.lower())
+            words[real] = words.get(real, "") + re.sub(r"(?<=[a-z])(?=[A-Z])|[\W\d_]+", " ", where).lower()
     for (real, fits), (around, path) in found.items():
         split = next((split for split in WORDS if re.search(f" ({WORDS[split]}) ", words[real])), None)
         (files if fits and split in splits and os.path.getsize(path) else out).append((around, path, split == "val"))
     if out:
         print(f"left out: {len(out)} files, empty, hidden, test or of other kinds; first {out[0][1]}")
     if not files:
-        sys.exit(f"{' '.join(tops)}: expected text (import: ids, named train or val) in files {' '.join(endings)}")
+        sys.exit(f"{' '.join(tops)}: expected text (import: ids, named train or val) in {' '.join(endings)}, no tests")
     return sorted(files, key=lambda file: not file[2])  # val first: --tokens cannot cut it
 
 def prepare_pysrc(args):
@@ -325,7 +328,7 @@ def prepare_text(args):
     many = math.ceil(1 / fraction) - len(files) + len(tables) if fraction > 0 else 0  # with so many one would validate
     few = sum(1 for _ in itertools.islice(rows, max(many, 0))) < many
     files = [(*file, fraction) for file in files] if few else files
-    build(args, {"input": args.input, "val_fraction": args.val_fraction}, files,
+    build(args, {"val_fraction": args.val_fraction}, files,
           lambda number, key: not few and (share(key) < fraction or fraction > 0 and number == always))
 
 def prepare_import(args):
@@ -342,7 +345,7 @@ def prepare_import(args):
     build(args, {}, files)
 
 def prepare_hub(args):
-    source = {key: SOURCES[args.command][key] for key in ("repo", "revision", "files")}
+    source = {key: str(SOURCES[args.command][key]) for key in ("repo", "revision", "files", "val")}
     address, val = "datasets/{repo}@{revision}/{files}".format(**source), SOURCES[args.command]["val"]
     if isinstance(val, tuple):
         part, seed, documents = val
@@ -352,14 +355,12 @@ def prepare_hub(args):
         import huggingface_hub
         with in_one_line(address, "with a network the same command goes on"):
             found = huggingface_hub.HfFileSystem().glob(address)
-        found = sorted(found, key=lambda name: ("_val_" not in name, name))
-        return [(name, f"hf://{name}", "_val_" in name) for name in found]
+        return sorted([(name, f"hf://{name}", "_val_" in name) for name in sorted(found)], key=lambda file: not file[2])
     validates = val is not None and (lambda number, key: number in val)
     build(args, source, [], validates, SOURCES[args.command].get("count", "train"), listing)
 
 def verify(args):
-    folder = Path("" if "/" in args.what else "data", args.what)
-    manifest = read_manifest(folder)
+    folder, manifest = read_manifest(args.what)
     vocab, eot, mend = manifest["vocab_size"], manifest["eot"], f"delete {folder} and prepare it again"
     if {shard["file"] for shard in manifest["shards"]} != {path.name for path in folder.glob("*.bin")}:
         sys.exit(f"{folder} holds other shards than its manifest.json; {mend}")
@@ -371,8 +372,7 @@ def verify(args):
     print(f"{len(manifest['shards'])} shards verified: sizes, headers, checksums")
 
 def show(args):
-    folder = Path("" if "/" in args.what else "data", args.what)
-    manifest = read_manifest(folder)
+    folder, manifest = read_manifest(args.what)
     _, decode = load_tokenizer(manifest["source"]["tokenizer"], folder / "tokenizer.model")
     print(json.dumps(manifest, indent=1))
     for shard in {shard["split"]: shard for shard in reversed(manifest["shards"])}.values():

@@ -1,6 +1,6 @@
 """prepare.py: what the shards hold against an independent reading of the same files and the vocabularies' libraries;
 interruptions; a Hub served on loopback in the sources' real layout; what people do wrong."""
-import contextlib, gzip, hashlib, http.server, io, json, os, random, re, subprocess, sys, sysconfig, threading
+import contextlib, gzip, hashlib, http.server, io, json, os, random, re, shutil, subprocess, sys, sysconfig, threading
 from urllib.parse import unquote
 from pathlib import Path
 
@@ -237,6 +237,13 @@ def test_a_dataset_is_one_folder_in_data_of_one_source():
     refused("nowhere does not exist", "text", "--input", "in", "nowhere", "--name", "mine")
     assert os.listdir() == ["in"]
     prepare.main(COMMAND)
+    os.rename("in", "elsewhere")
+    shutil.copytree("elsewhere", "in", copy_function=shutil.copyfile)  # other times
+    prepare.main([*COMMAND[:2], "./in/", *COMMAND[3:]])
+    write("in/a.txt", "A b d")
+    shutil.copystat("elsewhere/a.txt", "in/a.txt")
+    refused("holds something else", *COMMAND)
+    write("in/a.txt", "A b c")
     write("in/b.txt", "B")
     refused("holds something else", *COMMAND)
 
@@ -265,6 +272,7 @@ def test_import_refuses_what_is_cut_or_of_another_tokenizer():
 def test_of_others_shards_one_line_says_what_was_found_and_what_to_run(capsys):
     write_shard("data/llmc/tiny_shakespeare_train.bin", range(500), ours=False)
     refused("no manifest.json of it; .*python prepare.py import data/llmc ", "verify", "llmc")
+    refused("data/lmlc does not exist", "verify", "lmlc")
     refused("not made by prepare.py", "import", "data/llmc", "--name", "llmc")
     write("llama3/edu_fineweb_train_000001.bin", np.array([20240801, 7, 128_000], "<u4").tobytes())
     refused("llama3/.* ids of 32 bits.*python prepare.py text", "import", "llama3", "--name", "llama3")
@@ -319,9 +327,9 @@ def test_what_is_held_out_is_not_trained_on(capsys):
     """By whole words of its name or its folders': contest is not left out, nor is latest."""
     for n, name in enumerate([
             "val", "b/Validation/0", "train/validset", "contest_train", "latest/train", "train/interval",
-            "test", "a/my-test_01", "test/0", "train/Test/0", "train.dev", "tests/train", "held-out", "train/holdout",
-            "testing/0", "hold-out", "testdata/0", "newstest2014",
-            "testsplit", "all/0"]):
+            "train/to_hold", "test", "a/my-test_01", "test/0", "train/Test/0", "train.dev", "tests/train", "held-out",
+            "train/holdout", "testing/0", "hold-out", "testdata/0", "newstest2014", "testsplit", "tst2013", "wikiTest",
+            "all/0"]):
         write(f"ids/{name}.bin", np.array([n], "<u2").tobytes())
         write(f"in/{name}.txt", str(n))
     os.remove("ids/all/0.bin")
@@ -330,10 +338,10 @@ def test_what_is_held_out_is_not_trained_on(capsys):
     for link, target in (("in/test_part", "part"), ("in/a0", "test"), ("in/a1", "b/Validation"),
                          ("in/tests/0.txt", "../all/0.txt")):
         os.symlink(target, link)
-    for left_out, argv in (14, ["import", "ids", "--name=ids"]), (15, COMMAND):
+    for left_out, argv in (16, ["import", "ids", "--name=ids"]), (17, COMMAND):
         prepare.main(argv)
         assert f"left out: {left_out} " in capsys.readouterr().out.splitlines()[0]
-    for split, numbers in ("val", [0, 1, 2]), ("train", [3, 4, 5]):
+    for split, numbers in ("val", [0, 1, 2]), ("train", [3, 4, 5, 6]):
         assert sorted(tokens("ids", split)) == numbers == sorted(map(int, texts("mine", split)))
     for path in "in/test", "in/test.txt", "in/test/0.txt":
         refused("expected text", "text", "--name=no", "--input", path)
