@@ -108,6 +108,8 @@ def test_the_cost_is_that_of_updates_11_to_210_and_smoothing_halves_in_five_per_
     assert report.update_ms(row)["1"] == pytest.approx(1000 * (8.6 - 0.2) / 200)
     expected = [8, (4 + 0.5 * 8) / 1.5, (1 + 0.5**17 * 4 + 0.5**18 * 8) / (1 + 0.5**17 + 0.5**18)]
     np.testing.assert_allclose(row.curve("smoothed training loss")[1].iloc[:, 0], expected, rtol=1e-12)
+    run.points = run.points.drop(0)  # begun by --resume=PATH
+    assert math.isnan(report.update_ms(row)["1"])
 
 def test_tables(logs):
     losses, pairs, *_ = make()
@@ -119,6 +121,7 @@ def test_tables(logs):
 
 @pytest.mark.parametrize("name, text, told", [
     ("cut", log(seed=4, final=9).split("step:500")[0], "cut or unfinished after update 400"),
+    ("longer", log(seed=4, final=9).replace("/500 ", "/400 "), "after update 500 of 400"),  # resumed with another end
     ("diverged", log(seed=4).split("step:400")[0] + "diverged: a loss is not finite\n", "diverged by update 300"),
     ("nan", log(seed=4, final=math.nan), "diverged"),
     ("again", log(seed=2, final=9).replace("hard", "started: Mon Nov 23 08:57:12 2026\nhard"), "1.04 . 9.0 . 7.9600"),

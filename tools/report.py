@@ -56,7 +56,7 @@ class Run:
         self.config = {key: x for key, x in self.settings.items() if x and key not in RUN_SETTINGS}
 
     def read(self, body: str) -> None:
-        points, step, settings = {}, 0, {-1: self.settings}  # from which step on they held
+        points, step, end, settings = {}, 0, 0, {-1: self.settings}  # from which step on they held
         for line in re.findall(r"(.+)(?:\n|(?<=ms)\Z)", body):  # none that is torn
             if match := re.search(r"resumed:step:(\d+) ", line):  # also behind a torn line
                 step, self.final, self.problem = int(match[1]), {}, ""
@@ -72,13 +72,13 @@ class Run:
                 self.problem = f"diverged by update {step}"
             elif line.startswith("final "):
                 self.final = figures(line)
-            elif match := re.match(r"step:(\d+)/\d+ ", line):
-                step = int(match[1])
+            elif match := re.match(r"step:(\d+)/(\d+) ", line):
+                step, end = map(int, match.groups())
                 points.setdefault(step, {}).update(figures(line))
         self.points = pd.DataFrame.from_dict(points, "index", columns="val_loss val_acc train_loss train_time".split())
         self.last = self.points.dropna(subset="val_loss").tail(1).squeeze()
-        if self.last.empty or self.ours and not self.final:
-            self.problem = self.problem or f"cut or unfinished after update {step}"
+        if self.last.empty or self.ours and not self.final or step > end:
+            self.problem = self.problem or f"cut or unfinished after update {step} of {end}"
         elif not self.ours:  # those of track 3 may stop before their schedule ends: each length is a row
             self.settings["updates"] = str(self.last.name)
 
@@ -94,7 +94,7 @@ def texts(paths: list[str]):
                 for m in (m for m in archive if m.name.endswith(".txt") and not m.isdir()):
                     yield f"{path}/{m.name}", io.TextIOWrapper(archive.extractfile(m), "utf-8", "replace").read()
         else:
-            for file in path.rglob("*.txt") if path.is_dir() else [path]:
+            for file in filter(Path.is_file, path.rglob("*.txt")) if path.is_dir() else [path]:
                 yield str(file), file.read_text(encoding="utf-8", errors="replace")
 
 def read_logs(paths: list[str], only: str = "", by_code: bool = False) -> tuple[list[Run], list[dict], list[str]]:
@@ -225,7 +225,7 @@ def paired(base: pd.Series, row: pd.Series) -> tuple[int, tuple[float, float], f
 def update_ms(row: Row) -> pd.Series:
     """Of each seed the mean milliseconds of the 200 updates after the first 10, as in the paper; nan if fewer."""
     times = {s: run.points["train_time"].dropna() for s, run in row.runs.items()}
-    return pd.Series({s: 5 * np.interp([10, 210], x.index, x, right=math.nan) @ [-1, 1] for s, x in times.items()})
+    return pd.Series({s: 5 * np.interp([10, 210], x.index, x, math.nan, math.nan) @ [-1, 1] for s, x in times.items()})
 
 def number(x, digits: int = 4, sign: str = "") -> str:
     """A number, or mean and half-width, given or of a list; – for nan."""

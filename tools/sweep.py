@@ -4,7 +4,7 @@ Runs a grid of settings over a train script; the same command skips what is fini
     python tools/sweep.py train_gpt.py --optimizer=muon,muon-vs --learning_rate=0.005,0.01 --seed=1..4 --jobs=2
 
 Every --name=value goes to the script; lists a,b and ranges 1..4 are the axes, (a,b) is one value. A run's name has what
-varies and what NAMED lists, in the order given: gpt-muon-vs-lr0.005-seed1; change other flags in another folder.
+varies and what NAMED lists, in the order given: gpt-muon-vs-lr0.005-seed1; change or drop others in another folder.
 --repeat=2 is but a name. Output is in logs/RUN.out until a run succeeds. Jobs share cores and GPUs.
 """
 import argparse, itertools, os, re, signal, subprocess, sys, time
