@@ -354,7 +354,7 @@ def lr_factor(step):
     return min_lr_frac + (1 - min_lr_frac) * left
 
 def set_schedules(step, optimizers):
-    """Sets what changes from update to update, here the learning rates."""
+    """Sets what changes from update to update, here learning rates, by step alone: it is not saved."""
     for opt in optimizers:
         for group in opt.param_groups:
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * lr_factor(step)
@@ -508,22 +508,26 @@ def load_checkpoint(path, model, optimizers, facts):
 
 # ---- Main ----
 def init_ranks():
-    """Takes this rank's GPU, joins the other ranks, and settles `compile` and `dtype`."""
+    """Joins the other ranks, which may wait hours while one saves, and settles `compile` and `dtype`."""
     global compile, dtype
     if device == "cuda":
         torch.cuda.set_device(local_rank)
         torch.backends.cuda.matmul.allow_tf32 = True
     if world > 1:
-        # torchrun's store outlives a restart, with keys of dead ranks, which a new prefix hides.
+        # torchrun's store outlives a restart, with keys of dead ranks, which a new prefix hides. Rank 0
+        # offers one and confirms it when all others have answered, so that none takes a dead rank's offer.
         store, _, _ = next(dist.rendezvous("env://"))
+        prefix = str(time.time_ns())
         if rank == 0:
-            store.set("prefix", str(time.time_ns()))
-        prefix = store.get("prefix").decode()
-        if store.add(prefix, 1) == world:
-            store.delete_key("prefix")  # now that all ranks have it
-        hours = datetime.timedelta(hours=4)  # as others wait while one rank saves
+            store.set("offer", prefix)
+            store.wait([f"{prefix}/{other}" for other in range(1, world)])
+            store.set("offer", "")
+            store.set(prefix, "confirmed")
+        while not store.check([prefix]):
+            prefix = store.get("offer").decode() or prefix
+            store.set(f"{prefix}/{rank}", "")
         dist.init_process_group("nccl" if device == "cuda" else "gloo", rank=rank, world_size=world,
-                                store=dist.PrefixStore(prefix, store), timeout=hours)
+                                store=dist.PrefixStore(prefix, store), timeout=datetime.timedelta(hours=4))
     if compile and device == "cpu" and not shutil.which(torch._inductor.config.cpp.cxx[-1]):
         print("runs uncompiled, so slower, as there is no C++ compiler", file=sys.stderr)
         compile = False
@@ -543,6 +547,7 @@ def build_model(vocab):
     model.to(device)
     if compile:
         torch._dynamo.config.optimize_ddp = False  # which would cut the one graph that all blocks share
+        torch._dynamo.config.recompile_limit = 256  # where a fork's blocks differ, each has its own
         for block in model.blocks:
             block.compile(dynamic=False)
         Model.loss = torch.compile(Model.loss, dynamic=False)  # of the class, as copies keep model.loss
@@ -575,7 +580,7 @@ def open_log(path, model, facts):
         if not same or path.stat().st_size != file.tell():
             sys.exit(f"{path} was changed or removed, as by another start of its name; this run ends")
         print(line, file=file)
-        with contextlib.suppress(OSError):  # of a terminal that is gone
+        with contextlib.suppress(OSError, UnicodeError):  # of a terminal that is gone, or ASCII
             print(line, flush=True)
         if wandb and figures:
             tracker.log(figures, step=step)
@@ -593,17 +598,17 @@ def report(figures, optimizers, log):
 def train(model, optimizers, shards, val_shards, facts, step, train_time, log):
     """A turn of the loop is a pause, which evaluates, logs and saves, then the updates up to the next pause.
     The clock counts updates alone, without the first of a start, which compiles."""
+    recent = {}  # what the updates before this pause measured; none before the first
     signals = []  # after one the run saves and stops at its next log line
     def on_signal(number, frame):
-        if number == signal.SIGINT and number in signals:
-            raise KeyboardInterrupt  # a second Ctrl-C
+        if number == signal.SIGINT and (number in signals or not recent):
+            raise KeyboardInterrupt  # a second Ctrl-C, or one before the first update, which may be compiling
         signals.append(number)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # which nohup sets
             signal.signal(number, on_signal)
     parallel = nn.parallel.DistributedDataParallel(model) if world > 1 and not fsdp else model
     first_step, first_time = step, train_time
-    recent = {}  # what the updates before this pause measured; none before the first
     while True:
         last = step >= max_iters
         timed = step > first_step

@@ -5,7 +5,7 @@
 
 After each fault the same command goes on, and must end with the weights, bit for bit, of an undisturbed run. Linux.
 """
-import io, os, pty, random, resource, signal, subprocess, sys, tempfile, time, traceback
+import contextlib, io, os, pty, random, resource, signal, subprocess, sys, tempfile, time, traceback
 from pathlib import Path
 
 import numpy as np
@@ -133,6 +133,17 @@ def rank_killed(rank, name, **settings):
     os.kill(ranks(launcher)[rank], signal.SIGKILL)
     return launcher.wait() == 0 and "resumed:step:" in text(name)
 
+def late_rank_killed(name):
+    """Before it has joined rank 0, which waits for it."""
+    launcher, found = torchrun(name), {}
+    while 1 not in found:
+        with contextlib.suppress(IndexError):  # of a process that is not yet a rank
+            found = ranks(launcher)
+    os.kill(found[1], signal.SIGSTOP)
+    time.sleep(10)
+    os.kill(found[1], signal.SIGKILL)
+    return launcher.wait() == 0
+
 def node_killed(name):
     """The other node's rank waits for it, as NCCL's do, so that its torchrun counts no failure."""
     rendezvous = "--nnodes=2", "--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{get_free_port()}"
@@ -175,6 +186,7 @@ if __name__ == "__main__":
         assert torchrun("ranks").wait() == 0
         for name, rank in dict(a=0, b=1, c=0, d=1).items():
             report(f"rank {rank} killed, --max-restarts=3", rank_killed(rank, name) and goes_on(name, "ranks"))
+        report("rank 1 killed at its start", late_rank_killed("late") and goes_on("late", "ranks"))
         report("a rank of one of two nodes killed", node_killed("nodes") and goes_on("nodes", "ranks"))
         for which in signal.SIGTERM, signal.SIGINT, signal.SIGHUP:
             name = f"torchrun-{which.name}"

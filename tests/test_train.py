@@ -52,6 +52,18 @@ def test_a_compiled_block_has_the_gradients_of_an_eager_one():
     for eager, compiled in zip(*gradients):
         assert (eager - compiled).norm() < 0.01 * eager.norm()
 
+def test_blocks_that_differ_are_all_compiled(monkeypatch):
+    """Of a fork, each by a number of its own."""
+    compile = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **how: compile(self, backend="eager", **how))
+    t = fresh(**TINY | dict(n_layer=10, compile=True))
+    t.rotate = lambda x, *_: x * (1 if torch.compiler.is_compiling() else math.nan)
+    t.Attention.forward, forward = lambda self, *args: self.number * forward(self, *args), t.Attention.forward
+    model, x = t.build_model(320), torch.zeros(1, 16, dtype=torch.int64)
+    for number, block in enumerate(model.blocks):
+        block.attn.number = number
+    assert model(x).isfinite().all()
+
 def test_a_copy_of_a_compiled_model_has_a_head_of_its_own():
     average = copy.deepcopy(fresh(**TINY | dict(compile=True)).build_model(320))
     assert average.loss.__self__ is average
@@ -349,9 +361,14 @@ def test_weights_alone_and_evaluation_alone(capsys):
     pytest.raises(SystemExit, train, "bare", init_from="bare.pt").match("bare.pt: .*weights alone")
 
 def test_a_second_ctrl_c_ends_the_run_at_once_and_under_nohup_a_closed_terminal_does_not():
-    """SIGTERM, which launchers send with Ctrl-C, does not."""
+    """Nor SIGTERM, which launchers send with Ctrl-C. Before the first update, which may be compiling, one does."""
     def press(module):
         module.set_schedules = lambda step, _: [os.kill(os.getpid(), number) for number in signals.get(step, [])]
+    signals = {0: [signal.SIGINT]}
+    with pytest.raises(KeyboardInterrupt):
+        train("early", log_interval=4, meddle=press)
+    signals = {0: [signal.SIGTERM]}
+    assert train("late", log_interval=4, meddle=press)["step"] == 1
     signals = {2: [signal.SIGTERM, signal.SIGINT, signal.SIGTERM]}
     assert train("once", log_interval=4, meddle=press)["step"] == 4
     signals[3] = [signal.SIGINT]
