@@ -36,7 +36,7 @@ MAGIC, HEADER, SHARD_TOKENS = 20240520, 1024, 100_000_000  # HEADER in bytes
 TEXT, RECORDS = (".txt", ".md", ".py"), (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".parquet")
 BLOCK, BATCH, GROUP = 1 << 16, 1 << 20, 64 << 20  # read of a text at a time; for a thread; files that are one input
 # what a file is for, by words of its name and folders; the first that fits counts
-WORDS = {"test": "(news)?(te?st|dev(el)?|eval(uation)?)(s|ing|set|split|data|test)?|held|h[eo]ld ?out(s|set)?",
+WORDS = {"test": "(news[a-z]*)?(te?st|dev(el)?|eval(uation)?)(s|ing|set|split|data|test)?|held|h[eo]ld ?out(s|set)?",
          "val": "val(id(ation)?)?(s|set|split|data)?", "train": "train(ing|set|split|data)?"}
 
 @contextlib.contextmanager
@@ -200,6 +200,10 @@ def write_shard(path, split, parts, vocab, eot):
         os.fsync(file.fileno())
     return dict(file=path.name, split=split, tokens=len(ids), documents=int((ids == eot).sum()), crc=header[5])
 
+def identity(name, path, *how):
+    size = os.path.getsize(path)
+    return name, *how, size, zlib.crc32(np.memmap(path, "u1", "r") if size else b"")
+
 def read_manifest(what):
     folder = Path("" if "/" in what else "data", what)
     with contextlib.suppress(OSError, ValueError):
@@ -213,26 +217,24 @@ def build(args, source, files, validates=None, count="train", listing=None):
     final = Path("data", args.name)
     folder = final if final.exists() else Path("data", f"{args.name}.partial")
     source = {**source, "field": args.field, "tokenizer": args.tokenizer, "tokens": args.tokens}
-    stats = []
-    for name, path, *how in files:
-        content = np.memmap(path, "u1", "r") if os.path.getsize(path) else b""
-        stats.append((name, *how, len(content), zlib.crc32(content)))
     vocab, eot = TOKENIZERS[args.tokenizer]
     state = dict(source=source, vocab_size=vocab, eot=eot, done=0, digest=0, shards=[])
     if final.exists() or (folder / "manifest.json").exists():
         _, state = read_manifest(str(folder))
     tokens = {split: sum(s["tokens"] for s in state["shards"] if s["split"] == split) for split in ("train", "val")}
     limit = args.tokens or math.inf
-    went_in = stats if final.exists() and tokens[count] < limit else stats[:state["done"]]
+    went_in = files if final.exists() and tokens[count] < limit else files[:state["done"]]
+    went_in = [identity(*file) for file in went_in]
     if state["done"] and (state["source"], state.get("digest")) != (source, share(repr(went_in))):
-        sys.exit(f"{folder} holds something else: {state['source']} of other files; delete it, or give another --name")
+        sys.exit(f"{folder} holds something else: {state['source']} or other files; delete it, or give another --name")
     if final.exists():
         return print(f"{final} is complete already")
 
     convert = tokenizing(args, validates) if validates else lambda group, number: read_ids(*group[0][1:3], vocab)
     folder.mkdir(parents=True, exist_ok=True)
+    sizes = [os.path.getsize(path) for _, path, *_ in files]
     files = listing() if listing else files
-    groups = np.cumsum([size for *_, size, _ in stats]) // GROUP if stats and validates else range(len(files))
+    groups = np.cumsum(sizes) // GROUP if sizes and validates else range(len(files))
     groups = itertools.groupby(list(zip(groups, files))[state["done"]:], lambda pair: pair[0])
     for group in [[file for _, file in pairs] for _, pairs in groups]:
         if tokens[count] >= limit:
@@ -242,6 +244,7 @@ def build(args, source, files, validates=None, count="train", listing=None):
             number = sum(shard["split"] == split for shard in shards) + (split == "train")
             path = folder / f"{args.name}_{split}_{number:06d}.bin"
             shards.append(write_shard(path, split, growing.pop(split), vocab, eot))
+        went_in += [] if listing else [identity(*file) for file in group]
         before = sum(shard["documents"] for shard in shards)
         for parts in tqdm(convert(group, before), f"{state['done']}/{len(files)} files", disable=None, leave=False):
             for split, ids in parts:
@@ -253,7 +256,7 @@ def build(args, source, files, validates=None, count="train", listing=None):
                 break
         for split in [*growing]:
             close(split)
-        state.update(done=(done := state["done"] + len(group)), digest=share(repr(stats[:done])), shards=shards)
+        state.update(done=state["done"] + len(group), digest=share(repr(went_in)), shards=shards)
         (folder / "manifest.tmp").write_text(json.dumps(state, indent=1))
         os.replace(folder / "manifest.tmp", folder / "manifest.json")
 
@@ -286,9 +289,9 @@ def below(top, leave=()):
 def find(tops, endings, splits):
     """[(name, path, does it validate?)] of the files at or below tops; a line counts what is left out."""
     found, words, files, out = {}, {}, [], []
-    full = [*map(os.path.abspath, tops)]  # those of one depth may be a glob's, which folders tell apart
+    full = [*map(os.path.abspath, tops)]  # all files or all folders may be a glob's, which folders tell apart
     for top, at in zip(map(Path, tops), full):
-        place = os.path.relpath(at, os.path.commonpath([p for p in full if p.count("/") == at.count("/")]))
+        place = os.path.relpath(at, os.path.commonpath([p for p in full if os.path.isfile(p) == os.path.isfile(at)]))
         if not top.exists():
             sys.exit(f"{top} does not exist")
         for name, path in below(top):
@@ -320,7 +323,6 @@ def prepare_pysrc(args):
 def prepare_text(args):
     files = find(args.input, TEXT + RECORDS, ("train", "val", None))
     fraction = 0 if any(val for *_, val in files) else args.val_fraction  # a given split is not drawn
-
     # at least one of many validates, the first record or else the text of lowest hash; of few the end of each
     tables = [file for file in files if not file[0].lower().endswith(TEXT)]
     always = files.index(tables[0]) if tables else min(range(len(files)), key=lambda i: share(files[i][0]))
@@ -328,7 +330,7 @@ def prepare_text(args):
     many = math.ceil(1 / fraction) - len(files) + len(tables) if fraction > 0 else 0  # with so many one would validate
     few = sum(1 for _ in itertools.islice(rows, max(many, 0))) < many
     files = [(*file, fraction) for file in files] if few else files
-    build(args, {"val_fraction": args.val_fraction}, files,
+    build(args, {"val_fraction": args.val_fraction, "always": files[always][0]}, files,
           lambda number, key: not few and (share(key) < fraction or fraction > 0 and number == always))
 
 def prepare_import(args):
@@ -345,8 +347,9 @@ def prepare_import(args):
     build(args, {}, files)
 
 def prepare_hub(args):
-    source = {key: str(SOURCES[args.command][key]) for key in ("repo", "revision", "files", "val")}
-    address, val = "datasets/{repo}@{revision}/{files}".format(**source), SOURCES[args.command]["val"]
+    own = SOURCES[args.command]
+    source = {key: str(own[key]) for key in ("repo", "revision", "files", "val")}
+    address, val = "datasets/{repo}@{revision}/{files}".format(**own), own["val"]
     if isinstance(val, tuple):
         part, seed, documents = val
         val = set(np.random.default_rng(seed).permutation(documents)[:math.ceil(part * documents)].tolist())
@@ -356,8 +359,7 @@ def prepare_hub(args):
         with in_one_line(address, "with a network the same command goes on"):
             found = huggingface_hub.HfFileSystem().glob(address)
         return sorted([(name, f"hf://{name}", "_val_" in name) for name in sorted(found)], key=lambda file: not file[2])
-    validates = val is not None and (lambda number, key: number in val)
-    build(args, source, [], validates, SOURCES[args.command].get("count", "train"), listing)
+    build(args, source, [], val is not None and (lambda number, key: number in val), own.get("count", "train"), listing)
 
 def verify(args):
     folder, manifest = read_manifest(args.what)
@@ -374,10 +376,8 @@ def verify(args):
 def show(args):
     folder, manifest = read_manifest(args.what)
     _, decode = load_tokenizer(manifest["source"]["tokenizer"], folder / "tokenizer.model")
-    print(json.dumps(manifest, indent=1))
-    for shard in {shard["split"]: shard for shard in reversed(manifest["shards"])}.values():
-        ids = np.fromfile(folder / shard["file"], "<u2", 200, offset=HEADER)
-        print(f"\n{shard['file']} begins with", repr(decode(ids[ids != manifest["eot"]].tolist())))
+    ids = np.fromfile(folder / manifest["shards"][0]["file"], "<u2", 200, offset=HEADER)
+    print(json.dumps(manifest, indent=1), "begins with", repr(decode(ids[ids != manifest["eot"]].tolist())))
 
 # ---- Main ----
 COMMANDS = {"pysrc": prepare_pysrc, "text": prepare_text, "import": prepare_import, "verify": verify, "show": show,

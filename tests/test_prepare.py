@@ -328,7 +328,7 @@ def test_what_is_held_out_is_not_trained_on(capsys):
     for n, name in enumerate([
             "val", "b/Validation/0", "train/validset", "contest_train", "latest/train", "train/interval",
             "train/to_hold", "test", "a/my-test_01", "test/0", "train/Test/0", "train.dev", "tests/train", "held-out",
-            "train/holdout", "testing/0", "hold-out", "testdata/0", "newstest2014", "testsplit", "tst2013", "wikiTest",
+            "train/holdout", "testing/0", "hold-out", "testdata/0", "newsdiscusstest2015", "testsplit", "tst2013", "wikiTest",
             "all/0"]):
         write(f"ids/{name}.bin", np.array([n], "<u2").tobytes())
         write(f"in/{name}.txt", str(n))
@@ -351,6 +351,11 @@ def test_what_is_held_out_is_not_trained_on(capsys):
         write(f"{folder}/0.txt", folder)
     prepare.main(["text", "--name=globbed", "--input", folders[1], "--input", *folders[::2]])
     assert (texts("globbed", "train"), texts("globbed", "val")) == (folders[1:2], folders[2:])
+    write("corpus/test/0.txt", "test")  # less deep than others
+    files = ["corpus/test/0.txt", *(f"{folder}/0.txt" for folder in folders)]
+    for name, tops in ("files", files), ("folders", ["corpus/test", *folders[1:]]):
+        prepare.main(["text", f"--name={name}", "--input", *tops])
+        assert (texts(name, "train"), texts(name, "val")) == (folders[1:2], folders[2:])
     write("dev/notes/a.txt", "a")
     write("b.txt", "b")
     prepare.main(["text", "--name=mixed", "--input", *folders, "b.txt"])
