@@ -105,7 +105,7 @@ AT_LEAST_1 = ["n_layer", "n_head", "n_embd", "block_size", "batch_size", "qkv_sp
               "eval_interval", "checkpoint_interval"]  # other numbers may be 0
 world = int(os.environ.get("WORLD_SIZE", 1))  # as torchrun sets it
 rank = int(os.environ.get("RANK", 0)) % world  # a job script may set RANK alone
-local_rank = int(os.environ.get("LOCAL_RANK", rank % max(1, torch.cuda.device_count())))
+local_rank = int(os.environ.get("LOCAL_RANK", rank)) % max(1, torch.cuda.device_count())  # of GPUs it sees
 
 def settings():
     return {name: globals()[name] for name in GLOBALS}
@@ -485,9 +485,10 @@ def init_ranks():
         while not store.check([prefix]):
             prefix = store.get("offer").decode() or prefix
             store.set(f"{prefix}/{rank}", "")
+            time.sleep(0.1)
         dist.init_process_group("nccl" if device == "cuda" else "gloo", rank=rank, world_size=world,
                                 store=dist.PrefixStore(prefix, store), timeout=datetime.timedelta(hours=4))
-    if compile and device == "cpu" and not shutil.which(torch._inductor.config.cpp.cxx[-1]):
+    if compile and not shutil.which(torch._inductor.config.cpp.cxx[-1]):
         print("runs uncompiled, so slower, as there is no C++ compiler", file=sys.stderr)
         compile = False
     if dtype == "auto":

@@ -63,7 +63,7 @@ muon_eps = 1e-8               # epsilon of all but muon
 ns_steps = 5                  # Newton-Schulz iterations
 ns_coefficients = (3.4445, -4.7750, 2.0315)  # of its polynomial
 ns_eps = 1e-7                 # added to the norm that it divides by
-qkv_split = 1                 # Muon cuts a fused q-k-v matrix into so many: 1, 3, or 3 n_head for one a head
+qkv_split = 1                 # with fused_qkv: Muon cuts that matrix into 1, 3, or 3 n_head for one a head
 adjust_lr_fn = "match_rms_adamw"  # scale of Muon's update: original, match_rms_adamw, frobenius
 adam_betas = (0.9, 0.95)
 adam_eps = 1e-8
@@ -138,7 +138,7 @@ AT_LEAST_1 = ["n_layer", "n_head", "n_embd", "block_size", "batch_size", "qkv_sp
               "eval_interval", "checkpoint_interval"]  # other numbers may be 0
 world = int(os.environ.get("WORLD_SIZE", 1))  # as torchrun sets it
 rank = int(os.environ.get("RANK", 0)) % world  # a job script may set RANK alone
-local_rank = int(os.environ.get("LOCAL_RANK", rank % max(1, torch.cuda.device_count())))
+local_rank = int(os.environ.get("LOCAL_RANK", rank)) % max(1, torch.cuda.device_count())  # of GPUs it sees
 
 def settings():
     return {name: globals()[name] for name in GLOBALS}
@@ -526,9 +526,10 @@ def init_ranks():
         while not store.check([prefix]):
             prefix = store.get("offer").decode() or prefix
             store.set(f"{prefix}/{rank}", "")
+            time.sleep(0.1)
         dist.init_process_group("nccl" if device == "cuda" else "gloo", rank=rank, world_size=world,
                                 store=dist.PrefixStore(prefix, store), timeout=datetime.timedelta(hours=4))
-    if compile and device == "cpu" and not shutil.which(torch._inductor.config.cpp.cxx[-1]):
+    if compile and not shutil.which(torch._inductor.config.cpp.cxx[-1]):
         print("runs uncompiled, so slower, as there is no C++ compiler", file=sys.stderr)
         compile = False
     if dtype == "auto":

@@ -420,13 +420,16 @@ def test_ranks_that_see_other_checkpoints_end(alone):
     assert Path("exit-1").read_text().startswith("rank 1 has other ")
 
 def test_ranks_that_srun_starts_take_a_gpu_each(monkeypatch):
-    """It sets no LOCAL_RANK; with --gpus-per-task=1 a rank sees one GPU alone."""
+    """It sets no LOCAL_RANK, its job may; with --gpus-per-task=1 a rank sees one GPU alone."""
     monkeypatch.setenv("RANK", "5")
     assert fresh().rank == 0
     monkeypatch.setenv("WORLD_SIZE", "8")
     for gpus, expected in (4, 1), (1, 0), (0, 0):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
         assert fresh().local_rank == expected
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert fresh().local_rank == 0
 
 # ---- From a shell ----
 MISTAKES = {
