@@ -11,8 +11,7 @@ this repository: safetensors, configuration, tokenizer.
 Models of train_llama.py become LlamaForCausalLM; those of train_gpt.py GPTNeoXForCausalLM with the residual in
 sequence, RoPE over whole heads and biases of 0. Rows of embedding and head that pad the vocabulary are cut off. The
 end-of-text token is bos_token too: in training it stands before each document. Logits are compared with the train
-script's before anything is written, of 256 positions, as transformers rounds the angles of far ones. Last line: "wrote
-hf/RUN". Seconds for the demo.
+script's, of 256 positions, as transformers rounds far angles, before anything is written. Last line: "wrote hf/RUN".
 """
 import argparse, sys
 from pathlib import Path
