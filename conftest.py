@@ -8,6 +8,8 @@ import pytest
 multiprocessing.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "pytest"])
 
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+for name in "WORLD_SIZE", "RANK", "LOCAL_RANK":  # of a cluster's job
+    os.environ.pop(name, None)
 
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 TINY = dict(dataset="tiny", n_layer=1, n_head=2, n_embd=32, block_size=16, batch_size=8, micro_batch_size=4,
             max_iters=8, learning_rate=0.01, warmup_iters=2, val_tokens=512, log_interval=1, checkpoint_interval=4,
-            dtype="float32", compile=False, device="cpu")
+            optimizer="muon-vs", val_dataset="", dtype="float32", compile=False, device="cpu")
 
 def fresh(script="train_gpt.py", **settings):
     """A fresh copy of the script's module, with these globals."""

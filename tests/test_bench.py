@@ -29,8 +29,8 @@ def test_ratios_are_taken_within_a_round():
 
 def test_optimizers_of_two_versions(monkeypatch, capsys):
     monkeypatch.setattr(bench_optim, "matrices", lambda preset: [(48, 16), (16, 16)])
-    flags = f"--device=cpu --repeats=2 --variants muon-vs --ns_steps 5 3 --beside={ROOT}/optim.py"
-    monkeypatch.setattr(sys, "argv", ["bench_optim.py", *flags.split()])
+    flags = "--device=cpu --repeats=2 --variants muon-vs --ns_steps 5 3".split()
+    monkeypatch.setattr(sys, "argv", ["bench_optim.py", *flags, f"--beside={ROOT}/optim.py"])
     bench_optim.main()
     table = capsys.readouterr().out
     for name in "torch.optim.Muon", "muon-vs", "muon-vs, before", "muon-vs, 3 steps, before":

@@ -84,7 +84,7 @@ def test_presets_for_fsdp_have_the_published_shapes(preset, layers, width, ffn):
 def test_every_hyperparameter_reaches_its_optimizer(script):
     """Each global of the section "optimizer" changes a group of an optimizer, but for the clipping."""
     def groups(**settings):
-        t = fresh(script, **settings)
+        t = fresh(script, **dict(optimizer="muon-vs") | settings)
         with torch.device("meta"):
             model = t.Model(64)
         return str([{name: value for name, value in group.items() if name != "params"}

@@ -79,7 +79,7 @@ def test_flops_are_what_torch_counts():
 
 def test_initial_weights_and_every_parameter_in_one_group():
     """A fork's parameters stay as they are; its scalars are AdamW's, its matrices inside blocks Muon's."""
-    t = fresh(n_layer=8)
+    t = fresh(n_layer=8, n_embd=256, optimizer="muon-vs")
     class Block(t.Block):
         def __init__(self):
             super().__init__()
@@ -171,7 +171,8 @@ def test_a_schedule_below_a_micro_batch_is_refused():
 
 def test_schedules():
     def factors(**settings):
-        return [round(fresh(max_iters=10, warmup_iters=2, **settings).lr_factor(step), 6) for step in range(10)]
+        t = fresh(**dict(max_iters=10, warmup_iters=2, min_lr_frac=0.0) | settings)
+        return [round(t.lr_factor(step), 6) for step in range(10)]
     assert factors(schedule="constant") == [0.5] + 9 * [1.0]
     assert factors(schedule="wsd", decay_frac=0.5) == [0.5] + 5 * [1.0] + [0.8, 0.6, 0.4, 0.2]
     assert factors(schedule="wsd", decay_frac=0.0) == [0.5] + 9 * [1.0]
@@ -486,8 +487,8 @@ def test_help_lists_every_global_in_ascii(script, capsys):
 def test_presets_flags_and_their_order():
     presets = {"demo": {}, "big": dict(n_layer=9, val_dataset="c4"), "big/muon": dict(n_layer=8, gamma=3.0)}
     for words, expected in ((["--optimizer=muon", "--gamma=5"], (8, 5.0, "c4")),
-                            (["--dataset=mine", "--compile=False"], (9, 1000.0, ""))):
-        t = fresh(PRESETS=presets, CHOICES={})
+                            (["--dataset=mine", "--compile=False", "--optimizer=muon-vs"], (9, 1000.0, ""))):
+        t = fresh(PRESETS=presets, CHOICES={}, gamma=1000.0, val_dataset="")
         t.configure(["--preset=big", *words])
         assert (t.n_layer, t.gamma, t.val_dataset) == expected
 

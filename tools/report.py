@@ -75,7 +75,7 @@ class Run:
             elif match := re.match(r"step:(\d+)/(\d+) ", line):
                 step, end = map(int, match.groups())
                 points.setdefault(step, {}).update(figures(line))
-        self.points = pd.DataFrame.from_dict(points, "index", columns="val_loss val_acc train_loss train_time".split())
+        self.points = pd.DataFrame([*points.values()], [*points], "val_loss val_acc train_loss train_time".split())
         self.last = self.points.dropna(subset="val_loss").tail(1).squeeze()
         if self.last.empty or self.ours and not self.final or step > end:
             self.problem = self.problem or f"cut or unfinished after update {step} of {end}"
