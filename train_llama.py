@@ -448,7 +448,7 @@ def save_checkpoint(model, optimizers, facts, step, train_time):
         return
     path = Path("checkpoints", run_name, f"step_{step:08d}.pt")
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
+    temporary = path.with_name("saving.tmp")  # always this, so that the next save replaces a killed one's
     try:
         with open(temporary, "wb") as file:
             torch.save(content, file)

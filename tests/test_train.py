@@ -308,6 +308,7 @@ def test_newest_is_the_highest_step_and_no_start_mixes_two_runs():
     os.utime("checkpoints/run/step_00000002.pt")  # as copying may leave it
     Path("checkpoints/run/step_best.pt").touch()  # someone's own
     Path("checkpoints/run/step_10000000.pt").touch()  # damaged
+    Path("checkpoints/run/saving.tmp").touch()  # of a save that was killed
     train("run", resume="auto", max_iters=12, checkpoint_interval=2, keep_checkpoints=1)
     assert any(line.startswith("resumed:step:8 ") for line in log_lines("run"))
     left = sorted(path.name[-11:] for path in Path("checkpoints/run").iterdir())
