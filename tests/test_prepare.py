@@ -328,8 +328,8 @@ def test_what_is_held_out_is_not_trained_on(capsys):
     for n, name in enumerate([
             "val", "b/Validation/0", "train/validset", "contest_train", "latest/train", "train/interval",
             "train/to_hold", "test", "a/my-test_01", "test/0", "train/Test/0", "train.dev", "tests/train", "held-out",
-            "train/holdout", "testing/0", "hold-out", "testdata/0", "newsdiscusstest2015", "testsplit", "tst2013", "wikiTest",
-            "all/0"]):
+            "train/holdout", "testing/0", "hold-out", "testdata/0", "newsdiscusstest2015", "testsplit", "tst2013",
+            "wikiTest", "all/0"]):
         write(f"ids/{name}.bin", np.array([n], "<u2").tobytes())
         write(f"in/{name}.txt", str(n))
     os.remove("ids/all/0.bin")
