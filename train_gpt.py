@@ -540,7 +540,7 @@ def open_log(path, model, facts):
         if not same or path.stat().st_size != file.tell():
             sys.exit(f"{path} was changed or removed, as by another start of its name; this run ends")
         print(line, file=file)
-        with contextlib.suppress(OSError, UnicodeError):  # of a terminal that is gone, or ASCII
+        with contextlib.suppress(OSError):  # of a terminal that is gone
             print(line, flush=True)
         if wandb and figures:
             tracker.log(figures, step=step)

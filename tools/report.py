@@ -94,7 +94,7 @@ def texts(paths: list[str]):
                 for m in (m for m in archive if m.name.endswith(".txt") and not m.isdir()):
                     yield f"{path}/{m.name}", io.TextIOWrapper(archive.extractfile(m), "utf-8", "replace").read()
         else:
-            for file in filter(Path.is_file, path.rglob("*.txt")) if path.is_dir() else [path]:
+            for file in path.rglob("*.txt") if path.is_dir() else [path]:
                 yield str(file), file.read_text(encoding="utf-8", errors="replace")
 
 def read_logs(paths: list[str], only: str = "", by_code: bool = False) -> tuple[list[Run], list[dict], list[str]]:
