@@ -473,21 +473,12 @@ def init_ranks():
         torch.cuda.set_device(local_rank)
         torch.backends.cuda.matmul.allow_tf32 = True
     if world > 1:
-        # torchrun's store outlives a restart, with keys of dead ranks, which a new prefix hides. Rank 0
-        # offers one and confirms it when all others have answered, so that none takes a dead rank's offer.
-        store, _, _ = next(dist.rendezvous("env://"))
-        prefix = str(time.time_ns())
-        if rank == 0:
-            store.set("offer", prefix)
-            store.wait([f"{prefix}/{other}" for other in range(1, world)])
-            store.set("offer", "")
-            store.set(prefix, "confirmed")
-        while not store.check([prefix]):
-            prefix = store.get("offer").decode() or prefix
-            store.set(f"{prefix}/{rank}", "")
-            time.sleep(0.1)
-        dist.init_process_group("nccl" if device == "cuda" else "gloo", rank=rank, world_size=world,
-                                store=dist.PrefixStore(prefix, store), timeout=datetime.timedelta(hours=4))
+        # A store of this start's own: torchrun's outlives a restart, with keys of dead ranks.
+        hours = datetime.timedelta(hours=4)
+        port = int(os.environ["MASTER_PORT"]) + 100
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], port, world, is_master=rank == 0, timeout=hours)
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=world,
+                                timeout=hours)
     if compile and not shutil.which(torch._inductor.config.cpp.cxx[-1]):
         print("runs uncompiled, so slower, as there is no C++ compiler", file=sys.stderr)
         compile = False
