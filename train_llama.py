@@ -28,8 +28,7 @@ import optim
 preset = "demo"               # a key of PRESETS
 run_name = ""                 # of log and checkpoints; default: SCRIPT-PRESET-OPTIMIZER-seedSEED
 resume = ""                   # auto: go on from this run's newest checkpoint; PATH: begin from that one
-init_from = ""                # begin with the weights alone of this checkpoint
-eval_only = False             # print the validation loss of what --resume or --init_from names, and end
+init_from = ""                # begin with the weights alone of this checkpoint; --max_iters=0 evaluates them
 # data
 dataset = "pysrc"             # data/DATASET, made by prepare.py
 val_dataset = ""              # default: dataset
@@ -500,7 +499,7 @@ def load_checkpoint(path, model, optimizers, facts):
         for i, (name, p) in enumerate(parameters_of(opt, model)):
             fresh["state"][i] = {k: optim.placed_like(t, p) for k, t in saved["optimizer"][name].items()}
         opt.load_state_dict(fresh)
-    free = "resume", "run_name", "init_from", "eval_only", "micro_batch_size"  # each start chooses
+    free = "resume", "run_name", "init_from", "micro_batch_size"  # each start chooses
     changed = [name for name in ("code", "data", "val_data") if saved[name] != facts[name]]
     changed += [f"{name}={value}" for name, value in facts["globals"].items()
                 if name not in free and old.get(name) != value]
@@ -643,7 +642,7 @@ def main(argv):
         sys.exit(f"found {shards.vocab} ids to train on, {val_shards.vocab} to validate; use one tokenizer")
     log_file = Path("logs", f"{run_name}.txt")
     found = [file for file in [log_file, *newest_first()] if file.exists()]
-    if found and resume != "auto" and not eval_only:
+    if found and resume != "auto":
         sys.exit(f"{found[0]} exists; give another --run_name, or, if it has ended and saved, --resume=auto")
     init_ranks()
     facts = dict(script=Path(__file__).name, code=SOURCES, globals=settings(), data=shards.contents,
@@ -654,28 +653,20 @@ def main(argv):
         dist.broadcast_object_list(box)  # rank 0's
     if box[0] != (facts, path):
         sys.exit(f"rank {rank} has other settings, data, code or checkpoints than rank 0; nodes share them")
-    source = path or init_from
-    if eval_only and not source:
-        sys.exit("found no checkpoint to evaluate; give --resume or --init_from")
-
     model = build_model(shards.vocab)
-    optimizers = [] if eval_only else build_optimizers(model)
-    if source:
-        step, train_time, changed = load_checkpoint(source, model, optimizers if path else [], facts)
-    if not path:
-        step, train_time = 0, 0.0
-    if eval_only:
-        val_loss, val_acc = evaluate(model, val_shards)
-        if rank == 0:
-            print(f"val_loss:{val_loss:.5f} val_acc:{val_acc:.4f} changed:{changed}")
-        return
+    optimizers = build_optimizers(model)
+    step, train_time = 0, 0.0
+    if path:
+        step, train_time, changed = load_checkpoint(path, model, optimizers, facts)
+    elif init_from:
+        load_checkpoint(init_from, model, [], facts)
 
     if rank == 0 and log_file.exists() and not path:
         print("an earlier start of this run saved nothing; it begins anew", file=sys.stderr)
         log_file.rename(f"{log_file}.{time.time_ns()}")
     log = open_log(log_file, model, facts) if rank == 0 else lambda *_: None
-    if source:
-        log(f"{'resumed' if path else 'began'}:step:{step} world_size:{world} changed:{changed}")
+    if path:
+        log(f"resumed:step:{step} world_size:{world} changed:{changed}")
     train(model, optimizers, shards, val_shards, facts, step, train_time, log)
     if world > 1 and device == "cuda":
         dist.destroy_process_group()  # gloo's ends with the process; destroying it may hang
