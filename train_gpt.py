@@ -561,7 +561,6 @@ def train(model, optimizers, shards, val_shards, facts, step, train_time, log):
     first_step, first_time = step, train_time
     while True:
         last = step >= max_iters
-        timed = step > first_step
         val_loss, val_acc = evaluate(model, val_shards) if last or step % eval_interval == 0 else (None, None)
         step_avg = 1000 * (train_time - first_time) / max(1, step - first_step - 1)
         figures = dict(val_loss=val_loss, train_time=train_time, step_avg=step_avg, val_acc=val_acc, **recent)
@@ -571,7 +570,7 @@ def train(model, optimizers, shards, val_shards, facts, step, train_time, log):
             log(f"diverged: no finite loss or gradient at update {step}; try a lower --learning_rate")
             sys.exit(1)
         stop = over_ranks(torch.tensor(len(signals), device=device)) > 0
-        due = timed and (last or step % checkpoint_interval == 0)
+        due = recent and (last or step % checkpoint_interval == 0)
         if stop or due:
             save_checkpoint(model, optimizers, facts, step=step, train_time=train_time)
         if last:
@@ -580,7 +579,7 @@ def train(model, optimizers, shards, val_shards, facts, step, train_time, log):
             return log("stopped; the same command with --resume=auto goes on")
 
         multiples = [(step // n + 1) * n for n in (log_interval, eval_interval, checkpoint_interval)]
-        next_pause = min(max_iters, *multiples) if timed else step + 1
+        next_pause = min(max_iters, *multiples) if recent else step + 1
         begin, clock = step, time.perf_counter()
         while step < next_pause:
             loss, norm = update(step, parallel, optimizers, shards)
@@ -588,7 +587,7 @@ def train(model, optimizers, shards, val_shards, facts, step, train_time, log):
         recent = dict(train_loss=float(over_ranks(loss) / world), grad_norm=float(optim.whole_on_cpu(norm)),
                       lr=optimizers[0].param_groups[0]["lr"])  # of the matrices
         seconds = time.perf_counter() - clock  # behind float(), which waits for a GPU
-        if timed:
+        if begin > first_step:
             train_time += seconds
             tokens_per_s = (first_sequence(step) - first_sequence(begin)) * block_size / seconds
             recent |= dict(tokens_per_s=tokens_per_s, mfu=mfu(model, tokens_per_s),
