@@ -199,8 +199,8 @@ class Shards:
     def batch(self, first, count):
         """Sequences first, first + 1, ... of the run, a pure function of seed, block_size and data. An epoch
         has each window once, in an order of its own."""
-        places = [divmod(i, self.n_windows) for i in range(first, first + count)]
-        return self.read([permutation(self.n_windows, seed, epoch)[place] for epoch, place in places])
+        n = self.n_windows
+        return self.read([permutation(n, seed, i // n)[i % n] for i in range(first, first + count)])
 
 # ---- Model ----
 def rotate(x_BHTK, cos, sin):
