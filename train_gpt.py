@@ -429,14 +429,13 @@ def find_checkpoint():
     """This run's newest checkpoint that is whole; or --resume=PATH; or nothing."""
     if resume != "auto":
         return resume
-    own = newest_first()
-    for path in own:
+    for path in newest_first():
         try:
             read_checkpoint(path)
             return path
         except Exception:  # a damaged file may raise nearly any
             print(f"passing over {path}, which is damaged", file=sys.stderr)
-    if own:
+    if newest_first():
         sys.exit("found no checkpoint that is whole; to begin anew give another --run_name")
 
 def load_checkpoint(path, model, optimizers, facts):
