@@ -525,9 +525,8 @@ def open_log(path, model, facts):
     def log(line, figures={}, step=0):
         for name, x in figures.items():
             line += f" {name}:" + FORMATS.get(name, "{:.5f}").format(x)
-        same = path.exists() and os.path.samefile(path, file.fileno())
-        if not same or path.stat().st_size != file.tell():
-            sys.exit(f"{path} was changed or removed, as by another start of its name; this run ends")
+        if not os.path.samefile(path, file.fileno()) or path.stat().st_size != file.tell():
+            sys.exit(f"{path} was changed, as by another start of its name; this run ends")
         print(line, file=file)
         with contextlib.suppress(OSError):  # of a terminal that is gone
             print(line, flush=True)
