@@ -82,7 +82,7 @@ seed = 1                      # of initialisation and data order
 device = "cuda" if torch.cuda.is_available() else "cpu"
 dtype = "auto"                # float32 (GPU: TF32), bfloat16 (autocast); auto: bfloat16 where it is faster
 param_dtype = "float32"       # bfloat16: parameters and state too, which small changes do not reach
-compile = True                # torch.compile of blocks, loss and Muon
+compile = bool(shutil.which(torch._inductor.config.cpp.cxx[-1]))  # torch.compile, where it finds C++
 fsdp = False                  # shard weights, gradients and state by rows (FSDP2), instead of DDP
 
 suite_a = dict(dataset="dclm", val_dataset="c4", n_layer=32, block_size=4096, batch_size=128,
@@ -506,8 +506,8 @@ def load_checkpoint(path, model, optimizers, facts):
 
 # ---- Main ----
 def init_ranks():
-    """Joins the other ranks, which may wait hours while one saves, and settles `compile` and `dtype`."""
-    global compile, dtype
+    """Joins the other ranks, which may wait hours while one saves, and settles `dtype`."""
+    global dtype
     if device == "cuda":
         torch.cuda.set_device(local_rank)
         torch.backends.cuda.matmul.allow_tf32 = True
@@ -518,9 +518,6 @@ def init_ranks():
         store = dist.TCPStore(os.environ["MASTER_ADDR"], port, world, is_master=rank == 0, timeout=hours)
         dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=world,
                                 timeout=hours)
-    if compile and not shutil.which(torch._inductor.config.cpp.cxx[-1]):
-        print("runs uncompiled, so slower, as there is no C++ compiler", file=sys.stderr)
-        compile = False
     if dtype == "auto":
         dtype = str(optim.fast_dtype(device)).removeprefix("torch.")
 
