@@ -456,7 +456,7 @@ def save_checkpoint(model, optimizers, facts, step, train_time):
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    # A newer file is a damaged one, which find_checkpoint() passed over.
+    # A newer file is a damaged one, which first_whole() passed over.
     written = [old for old in newest_first() if old <= path]
     for old in written[keep_checkpoints or len(written):]:
         old.unlink()
@@ -466,32 +466,28 @@ def read_checkpoint(path):
         raise ValueError("a part is damaged")
     return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
-def find_checkpoint():
-    """This run's newest checkpoint that is whole; or --resume=PATH; or nothing."""
-    if resume != "auto":
-        return resume
-    for path in newest_first():
+def first_whole(paths):
+    """The first of these checkpoints that is whole, and its content."""
+    for path in paths:
         try:
-            read_checkpoint(path)
-            return path
-        except Exception:  # a damaged file may raise nearly any
-            print(f"passing over {path}, which is damaged", file=sys.stderr)
-    if newest_first():
-        sys.exit("found no checkpoint that is whole; to begin anew give another --run_name")
+            return path, read_checkpoint(path)
+        except Exception as error:  # it may be any file
+            print(f"passing over {path}: {error!r:.300}", file=sys.stderr)
+    sys.exit("found no checkpoint that is whole; give another, or, to begin anew, another --run_name")
 
-def load_checkpoint(path, model, optimizers, facts):
-    """Loads weights and, by name, optimizers' state, but not what is in their groups. Returns its step and
-    time, and what differs from facts."""
+def load_checkpoint(paths, model, optimizers, facts):
+    """Loads weights and, by name, optimizers' state, but not what is in their groups, of the first of paths
+    that is whole. Returns its step and time, and what differs from facts."""
+    path, saved = first_whole(paths)
     own = model.state_dict()
     try:
-        saved = read_checkpoint(path)
         assert {"code", "globals", "data", "vocab"} <= saved.keys(), "it has weights alone"
         old, ids = saved["globals"], saved["vocab"]
         assert ids == facts["vocab"], f"it is of a tokenizer of {ids} ids, not {facts['vocab']}"
         assert not optimizers or old["optimizer"] == optimizer, f"pass --optimizer={old['optimizer']}"
         assert saved["optimizer"].keys() == dict(model.named_parameters()).keys(), "its parameters are others"
         model.load_state_dict({name: optim.placed_like(t, own[name]) for name, t in saved["model"].items()})
-    except Exception as error:  # it may be any file
+    except Exception as error:  # it may be of any model
         sys.exit(f"found no checkpoint of this model in {path}: {error!r:.300}")
     for opt in optimizers:
         fresh = opt.state_dict()  # options of this start, and no state yet
@@ -641,25 +637,25 @@ def main(argv):
     init_ranks()
     facts = dict(script=Path(__file__).name, code=SOURCES, globals=settings(), data=shards.contents,
                  val_data=val_shards.contents, vocab=shards.vocab, eot=shards.eot)
-    path = find_checkpoint()
-    box = [(facts, path)]
-    if world > 1:
-        dist.broadcast_object_list(box)  # rank 0's
-    if box[0] != (facts, path):
-        sys.exit(f"rank {rank} has other settings, data, code or checkpoints than rank 0; nodes share them")
     model = build_model(shards.vocab)
     optimizers = build_optimizers(model)
     step, train_time = 0, 0.0
-    if path:
-        step, train_time, changed = load_checkpoint(path, model, optimizers, facts)
+    paths = newest_first() if resume == "auto" else [resume] if resume else []
+    if paths:
+        step, train_time, changed = load_checkpoint(paths, model, optimizers, facts)
     elif init_from:
-        load_checkpoint(init_from, model, [], facts)
+        load_checkpoint([init_from], model, [], facts)
+    box = [(facts, step)]
+    if world > 1:
+        dist.broadcast_object_list(box)  # rank 0's
+    if box[0] != (facts, step):
+        sys.exit(f"rank {rank} has other settings, data, code or checkpoints than rank 0; nodes share them")
 
-    if rank == 0 and log_file.exists() and not path:
+    if rank == 0 and log_file.exists() and not paths:
         print("an earlier start of this run saved nothing; it begins anew", file=sys.stderr)
         log_file.rename(f"{log_file}.{time.time_ns()}")
     log = open_log(log_file, model, facts) if rank == 0 else lambda *_: None
-    if path:
+    if paths:
         log(f"resumed:step:{step} world_size:{world} changed:{changed}")
     train(model, optimizers, shards, val_shards, facts, step, train_time, log)
     if world > 1 and device == "cuda":
