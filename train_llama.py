@@ -494,10 +494,9 @@ def load_checkpoint(paths, model, optimizers, facts):
         for i, (name, p) in enumerate(parameters_of(opt, model)):
             fresh["state"][i] = {k: optim.placed_like(t, p) for k, t in saved["optimizer"][name].items()}
         opt.load_state_dict(fresh)
-    free = "resume", "run_name", "init_from", "micro_batch_size"  # each start chooses
     changed = [name for name in ("code", "data", "val_data") if saved[name] != facts[name]]
     changed += [f"{name}={value}" for name, value in facts["globals"].items()
-                if name not in free and old.get(name) != value]
+                if old.get(name) != value and name not in ("resume", "init_from")]
     return saved["step"], saved["train_time"], ",".join(changed) or "nothing"
 
 # ---- Main ----
