@@ -399,21 +399,16 @@ def test_a_run_whose_log_is_gone_or_anothers_ends(meddles, told):
 def of_another_seed(module):
     module.seed = module.rank
 
-def test_ranks_of_other_settings_end():
-    with pytest.raises(Exception, match="terminated"):
-        on_ranks(2, name="run", meddle=of_another_seed)
-    assert Path("exit-1").read_text().startswith("rank 1 has other ")
-
 def on_a_node_of_its_own(alone, module):
     if module.rank == alone:
         os.chdir("node")
 
-@pytest.mark.parametrize("alone", [0, 1])
-def test_ranks_that_see_other_checkpoints_end(alone):
+@pytest.mark.parametrize("meddle", [of_another_seed, *(functools.partial(on_a_node_of_its_own, i) for i in (0, 1))])
+def test_ranks_that_have_other_settings_or_see_other_checkpoints_end(meddle):
     train("run")
     write_tiny("node/data")
     with pytest.raises(Exception, match="terminated"):
-        on_ranks(2, name="run", resume="auto", meddle=functools.partial(on_a_node_of_its_own, alone))
+        on_ranks(2, name="run", resume="auto", meddle=meddle)
     assert Path("exit-1").read_text().startswith("rank 1 has other ")
 
 def test_ranks_that_srun_starts_take_a_gpu_each(monkeypatch):
