@@ -488,20 +488,11 @@ def test_an_edited_global_or_preset_is_checked_as_a_flag_is(capsys):
         pytest.raises(SystemExit, fresh(**edit).configure, [])
         assert told in capsys.readouterr().err
 
-@pytest.fixture
-def no_compiler(monkeypatch, tmp_path):
-    """Nor what one has compiled before."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    with torch._inductor.config.patch({"cpp.cxx": (None, "/nonexistent")}):
-        yield
-
-def test_without_a_compiler_the_script_runs_uncompiled(no_compiler):
-    compile = fresh().compile  # what nobody has edited
-    assert train("run", compile=compile)["step"] == 8
-    assert "\n--compile=False\n" in Path("logs/run.txt").read_text()
-
-def test_without_a_compiler_muon_says_how(no_compiler):
+def test_without_a_compiler_the_script_runs_uncompiled_and_muon_says_how(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))  # nor what one has compiled before
     p = torch.nn.Parameter(torch.eye(8, 4))
     p.grad, muon = torch.eye(8, 4), Muon([p])
-    pytest.raises(RuntimeError, muon.step).match(r"torch.compile failed; try Muon\(..., compile=False\)")
-    assert muon.state[p]["step"] == 0
+    with torch._inductor.config.patch({"cpp.cxx": (None, "/nonexistent")}):
+        assert train("run", compile=fresh().compile)["step"] == 8  # what nobody has edited
+        pytest.raises(RuntimeError, muon.step).match(r"torch.compile failed; try Muon\(..., compile=False\)")
+    assert "\n--compile=False\n" in Path("logs/run.txt").read_text() and muon.state[p]["step"] == 0
