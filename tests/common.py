@@ -40,6 +40,12 @@ def checkpoint(name):
     paths = sorted(Path("checkpoints", name).glob("step_0*.pt"))
     return torch.load(paths[-1], weights_only=True) if paths else None
 
+def assert_equal(a, b):
+    """Two checkpoints' weights and optimizer states, bit for bit."""
+    for part in "model", "optimizer":
+        torch.testing.assert_close(a[part], b[part], rtol=0, atol=0)
+    assert a["optimizer"].keys() == a["model"].keys()
+
 def on_ranks(world, **run):
     """train() on `world` ranks, told no more than srun can tell them. What a rank exits with is in exit-RANK."""
     mp.start_processes(_rank, (world, get_free_port(), run, os.getcwd()), world, start_method="forkserver")

@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from common import ROOT, TINY, checkpoint, fresh, on_ranks, train, write_shard, write_tiny
+from common import ROOT, TINY, assert_equal, checkpoint, fresh, on_ranks, train, write_shard, write_tiny
 from optim import VARIANTS, Muon
 
 @pytest.fixture(autouse=True)
@@ -24,12 +24,6 @@ def figures(name, key):
     """By step; of a step that was repeated, the last."""
     found = (re.search(rf"^step:(\d+)/.* {key}:([\d.]+)", line) for line in log_lines(name))
     return {int(match[1]): float(match[2]) for match in found if match}
-
-def assert_equal(a, b):
-    """Two checkpoints' weights and optimizer states, bit for bit."""
-    for part in "model", "optimizer":
-        torch.testing.assert_close(a[part], b[part], rtol=0, atol=0)
-    assert a["optimizer"].keys() == a["model"].keys()
 
 # ---- Model ----
 def test_faults_lose_nothing():
