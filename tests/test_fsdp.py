@@ -195,12 +195,3 @@ def test_a_run_goes_from_fsdp_to_one_rank_to_ddp_and_back(monkeypatch):
                   on_ranks(4, name="d", resume="checkpoints/c/step_00000006.pt", fsdp=True, **settings)):
         for part in "model", "optimizer":
             torch.testing.assert_close(saved[part], whole[part], rtol=1e-3, atol=1e-5)
-
-def test_matrices_that_have_become_vectors_are_refused():
-    """As FSDP1 makes them of an optimizer's own, behind its back."""
-    p, = parameters((8, 4))
-    opt = Muon([p], compile=False)
-    p.data = p.data.flatten()
-    p.grad = torch.ones(32)
-    with pytest.raises(ValueError, match="use FSDP2"):
-        opt.step()
