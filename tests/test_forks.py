@@ -81,13 +81,12 @@ def test_fork(fork, place, monkeypatch):
     monkeypatch.delitem(sys.modules, "optim", raising=False)
     write_tiny()
     run = dict(script=str(Path("train_gpt.py").absolute()), optimizer="muon-vs", max_iters=24) | flags
+    run["schedule"] = "constant"  # the last updates move weights as far as the first
     whole = train("whole", **run)
     losses = [float(x) for x in re.findall(r"^step:.* train_loss:(\S+)", Path("logs/whole.txt").read_text(), re.M)]
     assert losses[-1] < losses[0] - 0.8
-    resumed = train("resumed", **run, resume="checkpoints/whole/step_00000020.pt")
-    torch.testing.assert_close(resumed["model"], whole["model"], rtol=0, atol=0)
-    short = run | dict(max_iters=8)
-    one = train("one", **short)
-    two = on_ranks(2, name="two", **short, resume="checkpoints/one/step_00000004.pt")
-    # sums in another order, through Newton-Schulz in bf16; weights move by 1e-2
-    torch.testing.assert_close(two["model"], one["model"], rtol=0, atol=1e-3)
+    run["resume"] = "checkpoints/whole/step_00000020.pt"
+    torch.testing.assert_close(train("resumed", **run)["model"], whole["model"], rtol=0, atol=0)
+    two = on_ranks(2, name="two", **run)
+    # sums in another order, through Newton-Schulz in bf16; weights move by 6e-2
+    torch.testing.assert_close(two["model"], whole["model"], rtol=0, atol=1e-3)
