@@ -339,7 +339,8 @@ def test_weights_alone_and_evaluation_alone():
     train("restarted", **both, max_iters=4)
     train("restarted", **both)
     assert figures("restarted", "val_loss")[0] == loss and checkpoint("restarted")["step"] == 8
-    train("evaluated", init_from="checkpoints/run/step_00000008.pt", max_iters=0, optimizer="muon")  # whatever trained it
+    # Whatever trained them.
+    train("evaluated", init_from="checkpoints/run/step_00000008.pt", max_iters=0, optimizer="muon")
     assert figures("evaluated", "val_loss") == {0: loss} and not checkpoint("evaluated")
     torch.save({"model": checkpoint("run")["model"]}, "bare.pt")
     pytest.raises(SystemExit, train, "bare", init_from="bare.pt").match("bare.pt: .*weights alone")
@@ -414,6 +415,7 @@ MISTAKES = {
     "unknown optimizer": ("--optimizer=muonvs", "invalid choice: 'muonvs'"),
     "heads that do not divide": ("--n_head=3", "no multiple of 2 x n_head = 6"),
     "parts that do not divide": ("--qkv_split=5", "no divisor of 3 x n_embd = 96"),
+    "negative learning rate": ("--learning_rate=-1", "at least 0"),
     "no number": ("--gamma=nan", "at least 0"),
     "interval of 0": ("--eval_interval=0", "at least 1"),
     "dataset not prepared": ("--dataset=nope", "data/nope has no train shards"),
