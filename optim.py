@@ -9,7 +9,7 @@ Lines and symbols are those of the paper's Algorithm 1: W weights, G gradient, M
 """
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 # ---- Newton-Schulz ----
 JORDAN = (3.4445, -4.7750, 2.0315)  # steep at 0; its price: singular values end only near 1
@@ -23,7 +23,9 @@ def newton_schulz(G, steps=5, eps=1e-7, dtype=None, coefficients=JORDAN, split=1
     dtype = dtype or fast_dtype(G.device.type)
     if isinstance(G, DTensor):
         # Products need whole matrices: ranks with parts of all k trade them for a few whole ones.
-        places = [Shard(0)] * G.device_mesh.ndim if in_parts(G) else G.placements
+        # "dim": a _StridedShard is no Shard.
+        parts = any(getattr(place, "dim", -1) >= G.ndim - 2 for place in G.placements)
+        places = [Shard(0)] * G.device_mesh.ndim if parts else G.placements
         own = G.to(dtype).redistribute(placements=places).to_local()
         O = newton_schulz(own, steps, eps, dtype, coefficients, split)
         O = DTensor.from_local(O, G.device_mesh, places, shape=G.shape, stride=G.stride())
@@ -45,15 +47,10 @@ def newton_schulz(G, steps=5, eps=1e-7, dtype=None, coefficients=JORDAN, split=1
 
 def norm(X, split):
     """For each row the Frobenius norm of its matrix, one of `split`: (..., m, 1)."""
-    rows = X.square().sum(-1)
-    if isinstance(X, DTensor) and in_parts(X):
-        rows = rows.redistribute(placements=[Replicate()] * X.device_mesh.ndim)
-    norms = rows.unflatten(-1, (split, -1)).sum(-1).sqrt().clamp_min(1e-30)  # (..., split)
-    return norms.repeat_interleave(X.size(-2) // split, -1).unsqueeze(-1)
-
-def in_parts(X):
-    """Whether ranks have parts of a matrix (m, n) of X. "dim": a _StridedShard is no Shard."""
-    return any(getattr(place, "dim", -1) >= X.ndim - 2 for place in X.placements)
+    # (..., m / split, 1) each; a DTensor gathers the rows that ranks share out.
+    parts = X.square().sum(-1, keepdim=True).chunk(split, -2)
+    norms = torch.cat([part.sum(-2, keepdim=True).expand_as(part) for part in parts], -2)
+    return norms.sqrt().clamp_min(1e-30)
 
 def upcast(t):
     """t in the precision that rules compute in: fp32, or fp64 for fp64."""
