@@ -56,6 +56,7 @@ def upcast(t):
     """t in the precision that rules compute in: fp32, or fp64 for fp64."""
     return t.to(torch.promote_types(t.dtype, torch.float32))
 
+@torch.compiler.assume_constant_result
 def fast_dtype(device):
     """bf16 where products are faster in it: Ampere or newer, AMX, AMD's AVX512-BF16; else fp32."""
     if device == "cuda":
@@ -252,7 +253,6 @@ class Muon(torch.optim.Optimizer):
         states = {name: [state[name] for state in own] for name in VARIANTS[group["variant"]][1:]}
         options = {name: value for name, value in group.items() if name in self.defaults}
         options["t"] = own[0]["step"] + 1
-        options["ns_dtype"] = group["ns_dtype"] or fast_dtype(device)  # which cannot be compiled
         for name, value in options.items():  # numbers as tensors, which recompile nothing
             number = isinstance(value, int | float) and name not in ("nesterov", "ns_steps", "split")
             if number and (name, value) != ("power", 1):  # which the compiler then leaves out
