@@ -254,8 +254,9 @@ class Muon(torch.optim.Optimizer):
         options = {name: value for name, value in group.items() if name in self.defaults}
         options["t"] = own[0]["step"] + 1
         for name, value in options.items():  # numbers as tensors, which recompile nothing
-            number = isinstance(value, int | float) and name not in ("nesterov", "ns_steps", "split")
-            if number and (name, value) != ("power", 1):  # which the compiler then leaves out
+            constant = name in ("nesterov", "ns_steps", "split")
+            constant |= (name, value) == ("power", 1)  # which the compiler leaves out
+            if isinstance(value, int | float) and not constant:
                 options[name] = torch.tensor(value, dtype=torch.float64, device="cpu")
         batch = device == "cpu" and params[0].ndim > 2  # Inductor fails on some of these
         eager = not group["compile"] or isinstance(params[0], DTensor) or batch
