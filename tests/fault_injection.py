@@ -70,11 +70,13 @@ def kills(count, duration, rng):
     while injected < count:
         name, killed, inside = f"kill{time.time_ns()}", 0, 0
         for _ in range(rng.randint(2, 5)):
-            pid = start(name, slow_saving)
-            time.sleep(rng.uniform(0.3, 1.0) * duration)
+            pid, wait = start(name, slow_saving), rng.uniform(0.3, 1.0) * duration
+            time.sleep(wait)
             os.kill(pid, signal.SIGKILL)
-            if end(pid) == -signal.SIGKILL:  # else it was over
-                killed, inside = killed + 1, inside + bool(list(Path("checkpoints", name).glob("*.tmp")))
+            if end(pid) != -signal.SIGKILL:  # it was over
+                duration = duration if killed else wait  # it was measured beside other work
+                break
+            killed, inside = killed + 1, inside + bool(list(Path("checkpoints", name).glob("*.tmp")))
         report(f"{killed} x kill -9, {inside} of them inside saving", goes_on(name), killed)
 
 def stopped(which, name, rng):
