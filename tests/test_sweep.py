@@ -57,8 +57,8 @@ def test_finished_runs_are_skipped_and_cut_ones_resumed(folder):
     assert end(start(*flags, "--repeat=2"))[1] == 0 and "--rep" not in open("logs/fake-muon-seed1-repeat2.txt").read()
     error, status = end(start("--n_layer=3", *flags[1:]))  # not to be taken for these runs
     assert status == 1 and "--n_layer=2, not 3" in error and error.count("\n") == 1
-    logs[0].write_text(whole.replace("--n_layer", "--dtype=bfloat16\n--compile=False\n--n_layer"))
-    assert end(start(*flags, "--dtype=auto", "--compile=true"))[1] == 0  # there was no compiler
+    logs[0].write_text(whole.replace("--n_layer", "--dtype=bfloat16\n--n_layer"))
+    assert end(start(*flags, "--dtype=auto"))[1] == 0
     (folder.parent / "checkpoints/fake-muon-seed3").mkdir(parents=True)  # of a run whose log was moved
     assert "seed3 has no logs/fake-muon-seed3.txt" in end(start("--optimizer=muon", "--seed=3"))[0]
     (folder.parent / "train_fake.py").write_text(FAKE + "\n")

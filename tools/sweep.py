@@ -46,9 +46,9 @@ def finished(log: Path, settings: dict[str, str], script: Path) -> bool:
         if old and file.exists() and old != file.read_text(encoding="utf-8"):
             print(f"{log} is of another {file}", file=sys.stderr)
     for name, value in settings.items():
-        was = re.search(rf"^--{name}=(.*)$", head, re.M)  # auto and these two are settled at a run's start
-        if was and value != "auto" and name not in ("micro_batch_size", "compile") and plain(was[1]) != plain(value):
-            sys.exit(f"{log} is of --{name}={was[1]}, not {value}; move it and checkpoints/{log.stem} away")
+        found = re.search(rf"^--{name}=(.*)$", head, re.M)
+        if found and value != "auto" and name != "micro_batch_size" and plain(found[1]) != plain(value):
+            sys.exit(f"{log} is of --{name}={found[1]}, not {value}; move it and checkpoints/{log.stem} away")
     return re.search(r"^final ", body, re.M) is not None
 
 def plain(value: str) -> str:  # alike for (.9, 1) and (0.9, 1.0), 1_000 and 1E3, True and true
