@@ -452,7 +452,7 @@ def test_ranks(tmp_path):
         runs_like(alone, *build(variant, saved), start=8)
 
 # ---- Compilation ----
-@pytest.mark.parametrize("variant", ["muon-vs", "muon-nsr", "normuon"])
+@pytest.mark.parametrize("variant", ["muon-vs", "normuon"])
 @pytest.mark.filterwarnings("error::UserWarning", "ignore:.*Online softmax|.*deprecated:UserWarning")
 @torch._dynamo.config.patch(recompile_limit=1)  # a thread has torch's own limit, not what another has set
 def test_compiled_is_eager_and_nothing_that_changes_recompiles(variant):

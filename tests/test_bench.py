@@ -3,6 +3,7 @@ import re, sys
 
 import pandas as pd
 import pytest
+import torch
 
 from common import ROOT, TINY, write_tiny
 
@@ -31,7 +32,8 @@ def test_optimizers_of_two_versions(monkeypatch, capsys):
     monkeypatch.setattr(bench_optim, "matrices", lambda preset: [(48, 16), (16, 16)])
     flags = "--device=cpu --repeats=2 --variants muon-vs --ns_steps 5 3".split()
     monkeypatch.setattr(sys, "argv", ["bench_optim.py", *flags, f"--beside={ROOT}/optim.py"])
-    bench_optim.main()
+    with torch.compiler.set_stance("force_eager"):
+        bench_optim.main()
     table = capsys.readouterr().out
     for name in "torch.optim.Muon", "muon-vs", "muon-vs, before", "muon-vs, 3 steps, before":
         assert re.search(rf"^{name} +\d", table, re.M), table

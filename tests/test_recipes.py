@@ -11,7 +11,6 @@ from common import ROOT
 transformers = pytest.importorskip("transformers", reason="pip install transformers")
 RUNS = """import os, runpy, sys
 from transformers import LlamaForCausalLM, Trainer  # imported once: each run is forked from here
-script, resume, folder, port = sys.argv[1:]
 def start(*argv, **env):
     if pid := os.fork():
         return pid
@@ -22,12 +21,16 @@ def start(*argv, **env):
     os._exit(0)
 def end(*pids):
     assert not any([os.waitpid(pid, 0)[1] for pid in pids])
-end(start())
-os.rename(folder, "whole")
-end(start(resume))
-os.rename(folder, "resumed")
-ranks = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-end(*[start(resume, RANK=rank, LOCAL_RANK=rank, **ranks) for rank in "01"])"""
+for script, resume, folder, port in zip(*[iter(sys.argv[1:])] * 4):
+    end(start())
+    os.rename(folder, "whole-" + script)
+    end(start(resume))
+    os.rename(folder, "resumed-" + script)
+    ranks = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    end(*[start(resume, RANK=rank, LOCAL_RANK=rank, **ranks) for rank in "01"])
+    print("-" * 9, flush=True)"""
+RECIPES = {"trainer_llama.py": ("--resume", "trainer_llama/checkpoint-20"),
+           "accelerate_llama.py": ("accelerate_llama/step_10", "accelerate_llama/step_20")}
 
 def code(file):
     return re.findall("```python\n(.*?)```", (ROOT / file).read_text(), re.DOTALL)
@@ -36,30 +39,30 @@ def states(folder):  # Muon's and AdamW's, from one file or two
     saved = [torch.load(file, weights_only=True) for file in sorted(Path(folder).glob("optimizer*"))]
     return saved[0].get("parts", saved)
 
-@pytest.mark.parametrize("number, script, resume, folder", [
-    (0, "trainer_llama.py", "--resume", "trainer_llama/checkpoint-20"),
-    (1, "accelerate_llama.py", "accelerate_llama/step_10", "accelerate_llama/step_20")])
-def test_a_recipe_resumes_to_the_same_loss_and_two_ranks_agree(number, script, resume, folder):
+def test_a_recipe_resumes_to_the_same_loss_and_two_ranks_agree():
     pytest.importorskip("accelerate", reason="pip install accelerate")
     shutil.copy(ROOT / "optim.py", ".")
-    Path(script).write_text(code("records/recipes.md")[number])
+    words = []
+    for text, (script, (resume, folder)) in zip(code("records/recipes.md"), RECIPES.items()):
+        Path(script).write_text(text)
+        words += script, resume, folder, str(get_free_port())
     # not compiled, as that takes longer than the runs
     env = os.environ | dict(OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1", CUDA_VISIBLE_DEVICES="")
-    command = [sys.executable, "-c", RUNS, script, resume, folder, str(get_free_port())]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", RUNS, *words], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    printed = re.findall(r"rank (\d): loss ([\d.]+)", done.stdout)
-    whole, resumed, *losses = [float(loss) for _, loss in printed]
-    assert whole == resumed < 4.5  # log 256 = 5.55 at the start
-    # Two ranks sum in another order: 3e-6 off. Without Muon's state 0.005, with the first batches 0.001.
-    assert losses[0] == losses[1] == pytest.approx(whole, abs=3e-4)
-    assert sorted(rank for rank, _ in printed) == ["0", "0", "0", "1"]
-    for one, two in zip(states("whole"), states(folder), strict=True):
-        assert one["param_groups"][0]["lr"] < 1e-5  # the schedule reached both
-        assert one["state"].keys() == two["state"].keys() == {*one["param_groups"][0]["params"]}  # no share
-        for i, state in one["state"].items():
-            for name, value in state.items():
-                assert (two["state"][i][name] - value).norm() <= 0.01 * value.norm()
+    for said, (script, (_, folder)) in zip(done.stdout.split("-" * 9), RECIPES.items()):
+        printed = re.findall(r"rank (\d): loss ([\d.]+)", said)
+        whole, resumed, *losses = [float(loss) for _, loss in printed]
+        assert whole == resumed < 4.5  # log 256 = 5.55 at the start
+        # Two ranks sum in another order: 3e-6 off. Without Muon's state 0.005, with the first batches 0.001.
+        assert losses[0] == losses[1] == pytest.approx(whole, abs=3e-4)
+        assert sorted(rank for rank, _ in printed) == ["0", "0", "0", "1"]
+        for one, two in zip(states("whole-" + script), states(folder), strict=True):
+            assert one["param_groups"][0]["lr"] < 1e-5  # the schedule reached both
+            assert one["state"].keys() == two["state"].keys() == {*one["param_groups"][0]["params"]}  # no share
+            for i, state in one["state"].items():
+                for name, value in state.items():
+                    assert (two["state"][i][name] - value).norm() <= 0.01 * value.norm()
 
 MATRIX = re.compile(r".*\.(c_attn|c_fc|c_proj|([qkvo]|gate|up|down)_proj|gate|router|w[123])\.weight"
                     r"|.*\.experts\.(gate_up|down)_proj")

@@ -1,6 +1,6 @@
 """train_gpt.py on a CPU with a model of 30 k parameters: the order of the data, one batch however it is divided,
 validation, logs, checkpoints, and mistakes made from a shell. test_export.py holds the model against transformers."""
-import copy, functools, math, os, re, resource, shutil, signal, subprocess, sys
+import copy, math, os, re, resource, shutil, signal, subprocess, sys
 from pathlib import Path
 from unittest import mock
 
@@ -31,20 +31,6 @@ def test_faults_lose_nothing():
     command = [sys.executable, ROOT / "tests/fault_injection.py", "--short"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.endswith("runs lost 0\n"), done.stdout + done.stderr
-
-def test_a_compiled_block_has_the_gradients_of_an_eager_one():
-    """In bf16, whose rounding (0.4 %) falls at other places. Of an attention written out, gcc 12 on Intel's AMX made
-    them NaN, from the demo's width on. The Llama's, as README's first command trains the GPT's compiled."""
-    torch.manual_seed(0)
-    t = fresh("train_llama.py", dtype="bfloat16", compile=False, device="cpu")
-    model, x = t.build_model(257), torch.randn(2, t.block_size, t.n_embd, requires_grad=True)
-    block, gradients = model.blocks[0], []
-    for run in block, torch.compile(block, dynamic=False):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = run(x, model.cos, model.sin).square().mean()
-        gradients.append(torch.autograd.grad(loss, [x, *block.parameters()]))
-    for eager, compiled in zip(*gradients):
-        assert (eager - compiled).norm() < 0.01 * eager.norm()
 
 def test_blocks_that_differ_are_all_compiled(monkeypatch):
     """Of a fork, each by a number of its own."""
@@ -139,7 +125,7 @@ def test_an_update_is_the_same_however_the_batch_is_divided():
     run = dict(optimizer="adamw", adam_eps=1e-3, grad_clip=0.1, param_dtype="float64")
     whole = train("whole", micro_batch_size=8, **run)
     assert whole["model"]["head.weight"].dtype == torch.float64
-    for ranks, micro in (1, 2), (2, 4), (2, 1):
+    for ranks, micro in (1, 2), (2, 1):
         run |= dict(name=f"{ranks}-{micro}", micro_batch_size=micro)
         saved = on_ranks(ranks, **run) if ranks > 1 else train(**run)
         torch.testing.assert_close(saved["model"], whole["model"], rtol=1e-9, atol=1e-11)
@@ -385,11 +371,11 @@ def test_a_run_whose_log_is_gone_or_anothers_ends(meddles, told):
 def of_another_seed(module):
     module.seed = module.rank
 
-def on_a_node_of_its_own(alone, module):
-    if module.rank == alone:
+def on_a_node_of_its_own(module):
+    if module.rank:
         os.chdir("node")
 
-@pytest.mark.parametrize("meddle", [of_another_seed, *(functools.partial(on_a_node_of_its_own, i) for i in (0, 1))])
+@pytest.mark.parametrize("meddle", [of_another_seed, on_a_node_of_its_own])
 def test_ranks_that_have_other_settings_or_see_other_checkpoints_end(meddle):
     train("run")
     write_tiny("node/data")
