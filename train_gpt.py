@@ -249,17 +249,17 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(n_layer))
         self.norm = nn.LayerNorm(n_embd, bias=False)
         self.head = nn.Linear(n_embd, vocab, bias=False)
-        width = n_embd // n_head
-        angles = torch.tensor(np.outer(np.arange(block_size), 10_000 ** -(np.arange(0, width, 2) / width)))
-        self.register_buffer("cos", angles.cos().float(), persistent=False)
-        self.register_buffer("sin", angles.sin().float(), persistent=False)
 
     def forward(self, tokens_BT, targets_BT=None):
         """Mean cross-entropy in nats, a scalar; without targets the logits, (B, T, V)."""
+        on, K = tokens_BT.device, n_embd // n_head
+        rates = 10_000 ** -(torch.arange(0, K, 2, dtype=torch.float64, device=on) / K)
+        angles = torch.arange(tokens_BT.size(1), device=on)[:, None] * rates  # (T, K/2)
+        cos, sin = angles.cos().float(), angles.sin().float()
         with torch.autocast(device, torch.bfloat16, enabled=dtype == "bfloat16"):
-            x_BTD, T = self.embed(tokens_BT), tokens_BT.size(1)
+            x_BTD = self.embed(tokens_BT)
             for block in self.blocks:
-                x_BTD = block(x_BTD, self.cos[:T], self.sin[:T])
+                x_BTD = block(x_BTD, cos, sin)
             return self.logits(x_BTD) if targets_BT is None else self.loss(x_BTD, targets_BT)
 
     def logits(self, x_BTD):
@@ -303,13 +303,11 @@ def lr_factor(step):
     """Both learning rates as a fraction of their peaks, at updates 0 to max_iters - 1."""
     if step < warmup_iters:
         return (step + 1) / warmup_iters
-    left = 1.0  # constant
-    if schedule == "cosine":
-        done = (step - warmup_iters) / (max_iters - warmup_iters)
-        left = 0.5 * (1 + math.cos(math.pi * done))
-    if schedule == "wsd":
-        left = min(1.0, (max_iters - step) / max(1.0, decay_frac * max_iters))
-    return min_lr_frac + (1 - min_lr_frac) * left
+    done = (step - warmup_iters) / max(1, max_iters - warmup_iters)
+    left = {"constant": 1.0,
+            "cosine": 0.5 * (1 + math.cos(math.pi * done)),
+            "wsd": min(1.0, (max_iters - step) / max(1.0, decay_frac * max_iters))}
+    return min_lr_frac + (1 - min_lr_frac) * left[schedule]
 
 def set_schedules(step, optimizers):
     """Sets what changes from update to update, here learning rates, by step alone: it is not saved."""
@@ -415,7 +413,7 @@ def save_checkpoint(model, optimizers, facts, step, train_time):
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    # A newer file is a damaged one, which first_whole() passed over.
+    # A newer file is a damaged one, which load_checkpoint() passed over.
     written = [old for old in newest_first() if old <= path]
     for old in written[keep_checkpoints or len(written):]:
         old.unlink()
@@ -425,29 +423,25 @@ def read_checkpoint(path):
         raise ValueError("a part is damaged")
     return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
-def first_whole(paths):
-    """The first of these checkpoints that is whole, and its content."""
-    for path in paths:
-        try:
-            return path, read_checkpoint(path)
-        except Exception as error:  # it may be any file
-            print(f"passing over {path}: {error!r:.300}", file=sys.stderr)
-    sys.exit("found no checkpoint that is whole; give another, or, to begin anew, another --run_name")
-
 def load_checkpoint(paths, model, optimizers, facts):
     """Loads weights and, by name, optimizers' state, but not what is in their groups, of the first of paths
-    that is whole. Returns its step and time, and what differs from facts."""
-    path, saved = first_whole(paths)
+    that is whole and of this model. Returns its step and time, and what differs from facts."""
     own = model.state_dict()
-    try:
-        assert {"code", "globals", "data", "vocab"} <= saved.keys(), "it has weights alone"
-        old, ids = saved["globals"], saved["vocab"]
-        assert ids == facts["vocab"], f"it is of a tokenizer of {ids} ids, not {facts['vocab']}"
-        assert not optimizers or old["optimizer"] == optimizer, f"pass --optimizer={old['optimizer']}"
-        assert saved["optimizer"].keys() == dict(model.named_parameters()).keys(), "its parameters are others"
-        model.load_state_dict({name: optim.placed_like(t, own[name]) for name, t in saved["model"].items()})
-    except Exception as error:  # it may be of any model
-        sys.exit(f"found no checkpoint of this model in {path}: {error!r:.300}")
+    for path in paths:
+        try:
+            saved = read_checkpoint(path)
+            assert {"code", "globals", "data", "vocab"} <= saved.keys(), "it has weights alone"
+            old, ids = saved["globals"], saved["vocab"]
+            assert ids == facts["vocab"], f"it is of a tokenizer of {ids} ids, not {facts['vocab']}"
+            assert not optimizers or old["optimizer"] == optimizer, f"pass --optimizer={old['optimizer']}"
+            assert saved["optimizer"].keys() == dict(model.named_parameters()).keys(), "parameters differ"
+            model.load_state_dict({key: optim.placed_like(t, own[key]) for key, t in saved["model"].items()})
+            break
+        except Exception as error:  # it may be any file
+            problem = f"{path}: {error!r:.300}"
+            print(f"passing over {problem}", file=sys.stderr)
+    else:
+        sys.exit(f"found no checkpoint of this model in {problem}; to begin anew, give another --run_name")
     for opt in optimizers:
         fresh = opt.state_dict()  # options of this start, and no state yet
         for i, (name, p) in enumerate(parameters_of(opt, model)):
@@ -470,8 +464,8 @@ def init_ranks():
         hours = datetime.timedelta(hours=4)
         port = int(os.environ["MASTER_PORT"]) + 100
         store = dist.TCPStore(os.environ["MASTER_ADDR"], port, world, is_master=rank == 0, timeout=hours)
-        dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=world,
-                                timeout=hours)
+        backend = "nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=hours, store=store, rank=rank, world_size=world)
     if dtype == "auto":
         dtype = str(optim.fast_dtype(device)).removeprefix("torch.")
 
@@ -479,8 +473,7 @@ def build_model(vocab):
     torch.manual_seed(seed)
     model = Model(64 * math.ceil(vocab / 64))  # rows of embedding and head
     init_weights(model)
-    for p in model.parameters():  # not RoPE's cos and sin
-        p.data = p.data.to(getattr(torch, param_dtype))
+    model.to(getattr(torch, param_dtype))
     if fsdp and world > 1:  # a rank keeps its rows; a block's are gathered while it computes
         mesh = dist.init_device_mesh(device, (world,))
         for module in (*model.blocks, model):
@@ -526,62 +519,63 @@ def open_log(path, model, facts):
             tracker.log(figures, step=step)
     return log
 
-def report(figures, optimizers, log):
-    """The last line, with memory and optimizer state of the rank that has most."""
+def memory(optimizers):
+    """All of it and the optimizers' state, in MiB, of the rank that has most."""
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     buffers = [t for opt in optimizers for entry in opt.state.values() for t in entry.values()]
     state = sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in buffers if torch.is_tensor(t))
     most = torch.tensor([torch.cuda.max_memory_allocated() or rss, state], device=device) / 2**20
-    memory, state = over_ranks(most, dist.ReduceOp.MAX).tolist()
-    log("final", figures | dict(peak_memory_mib=memory, optimizer_state_mib=state), max_iters)
+    peak, state = over_ranks(most, dist.ReduceOp.MAX).tolist()
+    return dict(peak_memory_mib=peak, optimizer_state_mib=state)
 
 def train(model, optimizers, shards, val_shards, facts, step, train_time, log):
-    """A turn of the loop is a pause, which evaluates, logs and saves, then the updates up to the next pause.
-    The clock counts updates alone, without the first of a start, which compiles."""
-    recent = {}  # what the updates before this pause measured; none before the first
+    """Before an update it evaluates, logs and saves, where that is due. The clock counts updates alone, not
+    the first of a start, which compiles."""
+    first_step, first_time = step, train_time
     signals = []  # after one the run saves and stops at its next log line
     def on_signal(number, frame):
-        if number == signal.SIGINT and (number in signals or not recent):
-            raise KeyboardInterrupt  # a second Ctrl-C, or one before the first update, which may be compiling
+        if number == signal.SIGINT and (number in signals or step == first_step):
+            raise KeyboardInterrupt  # a second Ctrl-C, or one during the first update, which may be compiling
         signals.append(number)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # which nohup sets
             signal.signal(number, on_signal)
-    parallel = nn.parallel.DistributedDataParallel(model) if world > 1 and not fsdp else model
-    first_step, first_time = step, train_time
-    while True:
-        last = step >= max_iters
-        val_loss, val_acc = evaluate(model, val_shards) if last or step % eval_interval == 0 else (None, None)
-        step_avg = 1000 * (train_time - first_time) / max(1, step - first_step - 1)
-        figures = dict(val_loss=val_loss, train_time=train_time, step_avg=step_avg, val_acc=val_acc, **recent)
-        figures = {name: x for name, x in figures.items() if x is not None}
-        log(f"step:{step}/{max_iters}", figures, step)
-        if not all(map(math.isfinite, figures.values())):
-            log(f"diverged: no finite loss or gradient at update {step}; try a lower --learning_rate")
-            sys.exit(1)
-        stop = over_ranks(torch.tensor(len(signals), device=device)) > 0
-        due = recent and (last or step % checkpoint_interval == 0)
-        if stop or due:
-            save_checkpoint(model, optimizers, facts, step=step, train_time=train_time)
-        if last:
-            return report(dict(val_loss=val_loss, val_acc=val_acc, train_time=train_time), optimizers, log)
-        if stop:
-            return log("stopped; the same command with --resume=auto goes on")
+    def due(interval):
+        return step >= max_iters or step % interval == 0
 
-        multiples = [(step // n + 1) * n for n in (log_interval, eval_interval, checkpoint_interval)]
-        next_pause = min(max_iters, *multiples) if recent else step + 1
-        begin, clock = step, time.perf_counter()
-        while step < next_pause:
-            loss, norm = update(step, parallel, optimizers, shards)
-            step += 1
-        recent = dict(train_loss=float(over_ranks(loss) / world), grad_norm=float(optim.whole_on_cpu(norm)),
-                      lr=optimizers[0].param_groups[0]["lr"])  # of the matrices
-        seconds = time.perf_counter() - clock  # behind float(), which waits for a GPU
-        if begin > first_step:
-            train_time += seconds
-            tokens_per_s = (first_sequence(step) - first_sequence(begin)) * block_size / seconds
-            recent |= dict(tokens_per_s=tokens_per_s, mfu=mfu(model, tokens_per_s),
-                           time_left=seconds / (step - begin) * (max_iters - step))
+    parallel = nn.parallel.DistributedDataParallel(model) if world > 1 and not fsdp else model
+    for step in range(first_step, max(first_step, max_iters) + 1):
+        if step <= first_step + 1 or any(map(due, (log_interval, eval_interval, checkpoint_interval))):
+            recent = {}  # of the updates since the last log line
+            if step > first_step:
+                lr = optimizers[0].param_groups[0]["lr"]  # of the matrices
+                loss, norm = over_ranks(loss).item() / world, optim.whole_on_cpu(norm).item()
+                recent = dict(train_loss=loss, grad_norm=norm, lr=lr)
+            if step > first_step + 1:
+                seconds = time.perf_counter() - clock  # behind item(), which waits for a GPU
+                train_time += seconds
+                tokens_per_s = (first_sequence(step) - first_sequence(begin)) * block_size / seconds
+                recent |= dict(tokens_per_s=tokens_per_s, mfu=mfu(model, tokens_per_s),
+                               time_left=seconds / (step - begin) * (max_iters - step))
+            val_loss, val_acc = evaluate(model, val_shards) if due(eval_interval) else (None, None)
+            step_avg = 1000 * (train_time - first_time) / max(1, step - first_step - 1)
+            figures = dict(val_loss=val_loss, train_time=train_time, step_avg=step_avg, val_acc=val_acc)
+            figures = {name: x for name, x in (figures | recent).items() if x is not None}
+            log(f"step:{step}/{max_iters}", figures, step)
+            if not all(map(math.isfinite, figures.values())):
+                log(f"diverged: no finite loss or gradient at update {step}; try a lower --learning_rate")
+                sys.exit(1)
+
+            stop = over_ranks(torch.tensor(len(signals), device=device)) > 0
+            if stop or step > first_step and due(checkpoint_interval):
+                save_checkpoint(model, optimizers, facts, step=step, train_time=train_time)
+            if step >= max_iters:
+                final = dict(val_loss=val_loss, val_acc=val_acc, train_time=train_time)
+                return log("final", final | memory(optimizers), step)
+            if stop:
+                return log("stopped; the same command with --resume=auto goes on")
+            begin, clock = step, time.perf_counter()
+        loss, norm = update(step, parallel, optimizers, shards)
 
 def main(argv):
     configure(argv)

@@ -274,7 +274,7 @@ def test_a_start_is_refused_that_has_a_runs_name_another_vocabulary_or_nothing_w
     with pytest.raises(SystemExit, match="found no checkpoint"):
         train("run", resume="auto")
     assert log_lines("run") == before
-    assert capsys.readouterr().err.count("passing over checkpoints/run/step_0000000") == 2
+    assert capsys.readouterr().err.count("passing over checkpoints/run/step_0000000") == 3
 
 def test_newest_is_the_highest_step_and_no_start_mixes_two_runs():
     train("run", checkpoint_interval=2, keep_checkpoints=0)
