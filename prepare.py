@@ -402,7 +402,6 @@ def main(argv):
     add("--tokenizer_file", metavar="PATH", help="llama2's tokenizer.model (else the Hub's)")
     add("--tokens", type=amount, help="stop behind 10B, 500M")
     add("--workers", type=amount, default=os.cpu_count(), help="threads (one a core)")
-    sys.stdout.reconfigure(errors="replace")  # for ASCII terminals
     args = parser.parse_intermixed_args(argv)
     takes = {"text": ["input", "name"], "import": ["what", "name"], "verify": ["what"], "show": ["what"]}
     given = [name for name in ("what", "input", "name") if getattr(args, name) and all(getattr(args, name))]
