@@ -303,11 +303,13 @@ def lr_factor(step):
     """Both learning rates as a fraction of their peaks, at updates 0 to max_iters - 1."""
     if step < warmup_iters:
         return (step + 1) / warmup_iters
-    done = (step - warmup_iters) / max(1, max_iters - warmup_iters)
-    left = {"constant": 1.0,
-            "cosine": 0.5 * (1 + math.cos(math.pi * done)),
-            "wsd": min(1.0, (max_iters - step) / max(1.0, decay_frac * max_iters))}
-    return min_lr_frac + (1 - min_lr_frac) * left[schedule]
+    left = 1.0  # constant
+    if schedule == "cosine":
+        done = (step - warmup_iters) / (max_iters - warmup_iters)
+        left = 0.5 * (1 + math.cos(math.pi * done))
+    if schedule == "wsd":
+        left = min(1.0, (max_iters - step) / max(1.0, decay_frac * max_iters))
+    return min_lr_frac + (1 - min_lr_frac) * left
 
 def set_schedules(step, optimizers):
     """Sets what changes from update to update, here learning rates, by step alone: it is not saved."""
@@ -413,7 +415,7 @@ def save_checkpoint(model, optimizers, facts, step, train_time):
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    # A newer file is a damaged one, which load_checkpoint() passed over.
+    # A newer file is a damaged one, which first_whole() passed over.
     written = [old for old in newest_first() if old <= path]
     for old in written[keep_checkpoints or len(written):]:
         old.unlink()
@@ -423,25 +425,29 @@ def read_checkpoint(path):
         raise ValueError("a part is damaged")
     return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
-def load_checkpoint(paths, model, optimizers, facts):
-    """Loads weights and, by name, optimizers' state, but not what is in their groups, of the first of paths
-    that is whole and of this model. Returns its step and time, and what differs from facts."""
-    own = model.state_dict()
+def first_whole(paths):
+    """The first of these checkpoints that is whole, and its content."""
     for path in paths:
         try:
-            saved = read_checkpoint(path)
-            assert {"code", "globals", "data", "vocab"} <= saved.keys(), "it has weights alone"
-            old, ids = saved["globals"], saved["vocab"]
-            assert ids == facts["vocab"], f"it is of a tokenizer of {ids} ids, not {facts['vocab']}"
-            assert not optimizers or old["optimizer"] == optimizer, f"pass --optimizer={old['optimizer']}"
-            assert saved["optimizer"].keys() == dict(model.named_parameters()).keys(), "parameters differ"
-            model.load_state_dict({key: optim.placed_like(t, own[key]) for key, t in saved["model"].items()})
-            break
+            return path, read_checkpoint(path)
         except Exception as error:  # it may be any file
-            problem = f"{path}: {error!r:.300}"
-            print(f"passing over {problem}", file=sys.stderr)
-    else:
-        sys.exit(f"found no checkpoint of this model in {problem}; to begin anew, give another --run_name")
+            print(f"passing over {path}: {error!r:.300}", file=sys.stderr)
+    sys.exit("found no checkpoint that is whole; give another, or, to begin anew, another --run_name")
+
+def load_checkpoint(paths, model, optimizers, facts):
+    """Loads weights and, by name, optimizers' state, but not what is in their groups, of the first of paths
+    that is whole. Returns its step and time, and what differs from facts."""
+    path, saved = first_whole(paths)
+    own = model.state_dict()
+    try:
+        assert {"code", "globals", "data", "vocab"} <= saved.keys(), "it holds no settings"
+        old, ids = saved["globals"], saved["vocab"]
+        assert ids == facts["vocab"], f"it is of a tokenizer of {ids} ids, not {facts['vocab']}"
+        assert not optimizers or old["optimizer"] == optimizer, f"pass --optimizer={old['optimizer']}"
+        assert saved["optimizer"].keys() == dict(model.named_parameters()).keys(), "its parameters are others"
+        model.load_state_dict({name: optim.placed_like(t, own[name]) for name, t in saved["model"].items()})
+    except Exception as error:  # it may be of any model
+        sys.exit(f"found no checkpoint of this model in {path}: {error!r:.300}")
     for opt in optimizers:
         fresh = opt.state_dict()  # options of this start, and no state yet
         for i, (name, p) in enumerate(parameters_of(opt, model)):
@@ -484,7 +490,7 @@ def build_model(vocab):
         torch._dynamo.config.recompile_limit = 256  # where a fork's blocks differ, each has its own
         for block in model.blocks:
             block.compile(dynamic=False)
-        Model.loss = torch.compile(Model.loss, dynamic=False)  # of the class, as copies keep model.loss
+        Model.loss = torch.compile(Model.loss, dynamic=False)  # of the class, not of this model's copies
         if rank == 0:
             print("compiling, a minute or two, within the first validation and the first update", flush=True)
     return model
@@ -529,13 +535,13 @@ def memory(optimizers):
     return dict(peak_memory_mib=peak, optimizer_state_mib=state)
 
 def train(model, optimizers, shards, val_shards, facts, step, train_time, log):
-    """Before an update it evaluates, logs and saves, where that is due. The clock counts updates alone, not
-    the first of a start, which compiles."""
+    """Each turn evaluates, logs and saves, if due, then updates. The clock counts updates alone, but not the
+    first of a start, which compiles."""
     first_step, first_time = step, train_time
     signals = []  # after one the run saves and stops at its next log line
     def on_signal(number, frame):
         if number == signal.SIGINT and (number in signals or step == first_step):
-            raise KeyboardInterrupt  # a second Ctrl-C, or one during the first update, which may be compiling
+            raise KeyboardInterrupt  # a second Ctrl-C, or one before the first update is done: it may compile
         signals.append(number)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # which nohup sets
@@ -544,21 +550,22 @@ def train(model, optimizers, shards, val_shards, facts, step, train_time, log):
         return step >= max_iters or step % interval == 0
 
     parallel = nn.parallel.DistributedDataParallel(model) if world > 1 and not fsdp else model
-    for step in range(first_step, max(first_step, max_iters) + 1):
-        if step <= first_step + 1 or any(map(due, (log_interval, eval_interval, checkpoint_interval))):
-            recent = {}  # of the updates since the last log line
-            if step > first_step:
+    while True:
+        done = step - first_step  # updates of this start
+        if done <= 1 or any(map(due, (log_interval, eval_interval, checkpoint_interval))):
+            recent = {}  # what updates measured
+            if done:
                 lr = optimizers[0].param_groups[0]["lr"]  # of the matrices
                 loss, norm = over_ranks(loss).item() / world, optim.whole_on_cpu(norm).item()
                 recent = dict(train_loss=loss, grad_norm=norm, lr=lr)
-            if step > first_step + 1:
+            if done > 1:
                 seconds = time.perf_counter() - clock  # behind item(), which waits for a GPU
                 train_time += seconds
                 tokens_per_s = (first_sequence(step) - first_sequence(begin)) * block_size / seconds
                 recent |= dict(tokens_per_s=tokens_per_s, mfu=mfu(model, tokens_per_s),
                                time_left=seconds / (step - begin) * (max_iters - step))
             val_loss, val_acc = evaluate(model, val_shards) if due(eval_interval) else (None, None)
-            step_avg = 1000 * (train_time - first_time) / max(1, step - first_step - 1)
+            step_avg = 1000 * (train_time - first_time) / max(1, done - 1)
             figures = dict(val_loss=val_loss, train_time=train_time, step_avg=step_avg, val_acc=val_acc)
             figures = {name: x for name, x in (figures | recent).items() if x is not None}
             log(f"step:{step}/{max_iters}", figures, step)
@@ -567,7 +574,7 @@ def train(model, optimizers, shards, val_shards, facts, step, train_time, log):
                 sys.exit(1)
 
             stop = over_ranks(torch.tensor(len(signals), device=device)) > 0
-            if stop or step > first_step and due(checkpoint_interval):
+            if stop or done and due(checkpoint_interval):
                 save_checkpoint(model, optimizers, facts, step=step, train_time=train_time)
             if step >= max_iters:
                 final = dict(val_loss=val_loss, val_acc=val_acc, train_time=train_time)
@@ -576,6 +583,7 @@ def train(model, optimizers, shards, val_shards, facts, step, train_time, log):
                 return log("stopped; the same command with --resume=auto goes on")
             begin, clock = step, time.perf_counter()
         loss, norm = update(step, parallel, optimizers, shards)
+        step += 1
 
 def main(argv):
     configure(argv)
