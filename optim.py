@@ -47,8 +47,7 @@ def newton_schulz(G, steps=5, eps=1e-7, dtype=None, coefficients=JORDAN, split=1
 
 def norm(X, split):
     """For each row the Frobenius norm of its matrix, one of `split`: (..., m, 1)."""
-    # (..., m / split, 1) each; a DTensor gathers the rows that ranks share out.
-    parts = X.square().sum(-1, keepdim=True).chunk(split, -2)
+    parts = X.square().sum(-1, keepdim=True).chunk(split, -2)  # a DTensor gathers shared-out rows
     norms = torch.cat([part.sum(-2, keepdim=True).expand_as(part) for part in parts], -2)
     return norms.sqrt().clamp_min(1e-30)
 
