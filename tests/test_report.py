@@ -11,6 +11,7 @@ from scipy import stats
 from common import ROOT, on_ranks, write_tiny
 import report
 
+pytestmark = pytest.mark.filterwarnings("ignore:Precision loss")  # where seeds are alike
 SOURCE = ('"""python train_gpt.py\nstep:9/9 val_loss:0.1\n"""\n'
           '# optimizer\nlearning_rate = 0.01\ngamma = 10.0\n# schedule\n')
 FINAL = {"muon": (1.00, 1.04, 1.01), "muon-vs": (0.98, 1.01, 0.97)}  # losses of seeds 1, 2, 3
@@ -69,7 +70,6 @@ def test_statistics_agree_with_scipy_and_by_hand():
     reached = [report.reach([0, 10, 20, 30, 40], [5, 3, 2, 2.5, 1], target) for target in (5, 4, 2.25, 2, 1, 0.9)]
     np.testing.assert_equal(reached, [0, 5, 17.5, 20, 40, math.nan])
 
-@pytest.mark.filterwarnings("ignore:Precision loss")  # all seeds are alike
 def test_speedups_by_hand(logs):
     """muon's targets are 3, 2, 1.5, 1.2 and 1; muon-vs passes them at 100, 200, 300, 400 and, from 1.2 to 0.9, 467."""
     for path in logs.iterdir():
@@ -82,7 +82,6 @@ def test_speedups_by_hand(logs):
     assert [*tables[-1]["muon-vs lr=0.01"].values()][1:] == ["2.5", "–", "20.00 ± 0.00", "+100.0 ± 0.0", "2.0 ± 0.0"]
     assert "ms an update" not in str(make())  # clocks are shown only if asked for
 
-@pytest.mark.filterwarnings("ignore:Precision loss")  # muon's seeds are alike
 def test_loss_at_the_time_of_the_baselines_run_by_hand(logs):
     """It ends after 5 s. Seed 1 of muon-vs has then done 400 updates, seed 2 is over since 4 s; their mean, at 10.25 ms
     an update, is at 487.8: 1.2 − 0.878 · 0.4. The first update is not timed."""
@@ -143,7 +142,6 @@ def test_accuracy_and_on_request_smoothed_validation_loss(logs, monkeypatch):
     assert shown[1:] == ["smoothed training loss", "next-token accuracy", "validation loss", *shown[1:3]]
     assert shown[0] == "smoothed validation loss" and panels[2][1]["muon lr=0.01 (n=3)"][-1] == (500, 0.5, 0)
 
-@pytest.mark.filterwarnings("ignore:Precision loss")  # some seeds are alike
 def test_the_map_by_hand_with_rates_that_seed_9_chose(logs):
     """Of muon-vs, 100 · 4^(5/6) updates end where 400 of muon do by seed 1, 100 · 4^(1/2) by seed 2."""
     for optimizer, updates, *finals in [("muon", 100, 2.0, 2.2), ("muon", 400, 1.0, 1.2), ("muon-vs", 100, 2.0, 2.0),

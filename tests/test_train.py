@@ -124,7 +124,6 @@ def test_an_update_is_the_same_however_the_batch_is_divided():
     gradient, before clipping, is the same in all digits of the log."""
     run = dict(optimizer="adamw", adam_eps=1e-3, grad_clip=0.1, param_dtype="float64")
     whole = train("whole", micro_batch_size=8, **run)
-    assert whole["model"]["head.weight"].dtype == torch.float64
     for ranks, micro in (1, 2), (2, 1):
         run |= dict(name=f"{ranks}-{micro}", micro_batch_size=micro)
         saved = on_ranks(ranks, **run) if ranks > 1 else train(**run)
@@ -157,13 +156,11 @@ def test_schedules():
     cosine = factors(schedule="cosine", min_lr_frac=0.1)
     assert cosine[2] == 1.0 and cosine[6] == pytest.approx(0.55) and cosine[9] > 0.1
 
-def spoil(module):
-    """From update 5 on no gradient is finite."""
-    module.set_schedules = lambda step, optimizers: [
-        p.register_hook(lambda g: g * math.inf) for p in optimizers[0].param_groups[0]["params"] if step == 5]
-
 def test_a_run_that_is_no_longer_finite_ends_at_its_next_log_line():
-    """With a status that torchrun sees, and the last finite checkpoint kept."""
+    """With a status that torchrun sees, and the last finite checkpoint kept. From update 5 on no gradient is finite."""
+    def spoil(module):
+        module.set_schedules = lambda step, optimizers: [
+            p.register_hook(lambda g: g * math.inf) for p in optimizers[0].param_groups[0]["params"] if step == 5]
     with pytest.raises(SystemExit) as stopped:
         train("many", max_iters=20, log_interval=2, checkpoint_interval=2, meddle=spoil)
     assert stopped.value.code == 1 and checkpoint("many")["step"] == 4
@@ -204,8 +201,6 @@ def test_log_begins_with_its_source_and_has_the_speedruns_lines():
     keys = "train_loss grad_norm lr tokens_per_s time_left"  # the first update is not timed
     assert all(f" {key}:" in line for line in lines[2:-1] for key in keys.split())
     assert "train_time:0.000s" in lines[1] and "train_time:0.000s" not in lines[2]
-    seconds, average = re.search(r"train_time:(\S+)s step_avg:(\S+)ms", lines[8]).groups()
-    assert float(average) * 7 / 1000 == pytest.approx(float(seconds), abs=0.002)  # as train_time is rounded
     assert re.fullmatch(r"final val_loss:\S+ val_acc:\S+ train_time:\S+s peak_memory_mib:\d+ "
                         r"optimizer_state_mib:\S+", lines[-1])
 
@@ -290,10 +285,9 @@ def test_newest_is_the_highest_step_and_no_start_mixes_two_runs():
     with pytest.raises(SystemExit, match="step_10000000.pt exists; give another --run_name.*--resume=auto$"):
         train("run")
 
-def test_a_log_without_a_checkpoint_is_put_aside_and_a_name_has_one_spelling(capsys):
+def test_a_log_without_a_checkpoint_is_put_aside_and_a_name_has_one_spelling():
     train("run", max_iters=0)
     train("run", resume="auto", learning_rate=0.02, max_iters=4)
-    assert "begins anew" in capsys.readouterr().err
     (first,), later = Path("logs").glob("run.txt.*"), Path("logs/run.txt").read_bytes()
     assert b"\n--learning_rate=0.02\n" in later and b"\n--learning_rate=0.01\n" in first.read_bytes()
     with pytest.raises(SystemExit, match="logs/run.txt exists"):
@@ -311,10 +305,6 @@ def test_state_is_found_by_the_parameters_names(optimizer):
     run = dict(optimizer=optimizer, grad_clip=0.0)  # the norm is a sum in another order
     whole = train("whole", **run)
     assert_equal(train("edited", **run, resume="checkpoints/whole/step_00000004.pt", meddle=mlp_first), whole)
-    train("deep", **run, n_layer=2, max_iters=4)
-    for other, path in (dict(n_layer=2), "whole/step_00000004.pt"), ({}, "deep/step_00000004.pt"):
-        with pytest.raises(SystemExit, match=f"no checkpoint of this model in checkpoints/{path}: "):
-            train("other", **run, **other, resume=f"checkpoints/{path}")
 
 def test_weights_alone_and_evaluation_alone():
     train("run")
@@ -445,23 +435,17 @@ def test_help_lists_every_global_in_ascii(script, capsys):
     assert end.value.code == 0 and told.isascii() and "100% of the peak" in told
     assert all(f"\n  --{name} {value}".rstrip() in told for name, value in t.settings().items())
 
-def test_presets_flags_and_their_order():
+def test_presets_flags_and_their_order(capsys):
     presets = {"demo": {}, "big": dict(n_layer=9, val_dataset="c4"), "big/muon": dict(n_layer=8, gamma=3.0)}
     for words, expected in ((["--optimizer=muon", "--gamma=5"], (8, 5.0, "c4")),
                             (["--dataset=mine", "--compile=False", "--optimizer=muon-vs"], (9, 1000.0, ""))):
         t = fresh(PRESETS=presets, CHOICES={}, gamma=1000.0, val_dataset="")
         t.configure(["--preset=big", *words])
         assert (t.n_layer, t.gamma, t.val_dataset) == expected
-
-def test_what_a_preset_sets_over_an_edited_global_is_said(capsys):
-    t = fresh(learning_rate=0.1, PRESETS={"demo": {}, "demo/adamw": dict(learning_rate=3e-3, adam_lr=3e-3)})
-    t.configure(["--optimizer=adamw", "--adam_lr=0.5"])
-    assert capsys.readouterr().err == "set by PRESETS: --learning_rate=0.003\n" and t.adam_lr == 0.5
+    assert capsys.readouterr().err.endswith("set by PRESETS: --n_layer=9\n")  # and no flag's
 
 def test_an_edited_global_or_preset_is_checked_as_a_flag_is(capsys):
     for edit, told in ((dict(dtype="float16"), "invalid choice: 'float16'"),
-                       (dict(preset="dem"), "invalid choice: 'dem'"),
-                       (dict(PRESETS={"demo": dict(warmup_iter=0)}), "unrecognized arguments: --warmup_iter=0"),
                        (dict(PRESETS={"demo": dict(compile="flase")}), "invalid boolean value: 'flase'")):
         pytest.raises(SystemExit, fresh(**edit).configure, [])
         assert told in capsys.readouterr().err
