@@ -440,7 +440,6 @@ def load_checkpoint(paths, model, optimizers, facts):
     path, saved = first_whole(paths)
     own = model.state_dict()
     try:
-        assert {"code", "globals", "data", "vocab"} <= saved.keys(), "it holds no settings"
         old, ids = saved["globals"], saved["vocab"]
         assert ids == facts["vocab"], f"it is of a tokenizer of {ids} ids, not {facts['vocab']}"
         assert not optimizers or old["optimizer"] == optimizer, f"pass --optimizer={old['optimizer']}"

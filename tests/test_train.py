@@ -253,7 +253,7 @@ def test_what_differs_from_the_checkpoint_is_told():
                     ("resumed:step:8 world_size:1", "code,data,max_iters=4,learning_rate=0.01"),
                     ("resumed:step:8 world_size:1", "code,data,val_data,max_iters=4,learning_rate=0.01")]
 
-def test_a_start_is_refused_that_has_a_runs_name_another_vocabulary_or_nothing_whole(capsys):
+def test_a_start_is_refused_that_has_a_runs_name_another_vocabulary_or_nothing_whole():
     train("run")
     with pytest.raises(SystemExit, match="logs/run.txt exists"):  # PATH begins another run
         train("run", resume="checkpoints/run/step_00000004.pt")
@@ -269,7 +269,6 @@ def test_a_start_is_refused_that_has_a_runs_name_another_vocabulary_or_nothing_w
     with pytest.raises(SystemExit, match="found no checkpoint"):
         train("run", resume="auto")
     assert log_lines("run") == before
-    assert capsys.readouterr().err.count("passing over checkpoints/run/step_0000000") == 2
 
 def test_newest_is_the_highest_step_and_no_start_mixes_two_runs():
     train("run", checkpoint_interval=2, keep_checkpoints=0)
@@ -318,8 +317,6 @@ def test_weights_alone_and_evaluation_alone():
     # Whatever trained them.
     train("evaluated", init_from="checkpoints/run/step_00000008.pt", max_iters=0, optimizer="muon")
     assert figures("evaluated", "val_loss") == {0: loss} and not checkpoint("evaluated")
-    torch.save({"model": checkpoint("run")["model"]}, "bare.pt")
-    pytest.raises(SystemExit, train, "bare", init_from="bare.pt").match("bare.pt: .*holds no settings")
 
 def test_a_second_ctrl_c_ends_the_run_at_once_and_under_nohup_a_closed_terminal_does_not():
     """Nor SIGTERM, which launchers send with Ctrl-C. Before the first update, which may be compiling, one does."""
