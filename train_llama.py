@@ -159,17 +159,13 @@ def configure(argv):
         kind = {bool: boolean, tuple: numbers}.get(type(value), type(value))
         parser.add_argument(f"--{name}", type=kind, choices=CHOICES.get(name), metavar=f"{value}",
                             help=comments.get(name))
-    parser.parse_args([f"--{name}={globals()[name]}" for name in CHOICES])  # what was edited
-    flags = vars(parser.parse_args(argv))
-
-    globals().update(flags)  # at once, as preset and optimizer may be among them
+    edited = [f"--{name}={globals()[name]}" for name in CHOICES]  # which are checked as flags are
+    globals().update(vars(parser.parse_args(edited + argv)))  # now preset and optimizer are known
     overrides = PRESETS[preset] | PRESETS.get(f"{preset}/{optimizer}", {})
-    if "dataset" in flags:
-        overrides.pop("val_dataset", None)  # it belongs to the preset's dataset
-    words = [f"--{name}={x}" for name, x in overrides.items() if name not in flags]
-    globals().update(vars(parser.parse_args(words)))  # which knows names, types and choices
+    words = [f"--{name}={x}" for name, x in overrides.items()]
+    globals().update(vars(parser.parse_args(words + argv)))  # of two flags the last counts
     if words and rank == 0:
-        print("set by PRESETS:", *words, file=sys.stderr)
+        print("set by PRESETS, unless by a flag:", *words, file=sys.stderr)
 
     for name, value in settings().items():
         least = int(name in AT_LEAST_1)
@@ -201,17 +197,16 @@ class Shards:
         if len(datasets) != 1:
             sys.exit(f"{self.folder} has {sorted(datasets) or 'no'} {split} shards, expected one dataset's; "
                      "how to make them: python prepare.py --help")
-        self.contents, counts = [], []
+        self.contents, self.starts = [], [0]  # starts: each shard's first window
         for file in self.files:
             header = np.fromfile(file, np.int32, 256).tolist()
             if header[:2] != [20240520, 1] or file.stat().st_size != 1024 + 2 * header[2]:
                 sys.exit(f"{file} is damaged or no shard of 16-bit ids; run: python prepare.py verify {name}")
             header[5] = header[5] or int(np.fromfile(file, np.uint16, 2**16, offset=1024).sum())  # others'
             self.contents.append(header[2:6])  # tokens, vocabulary, end of text, checksum
-            counts.append(max(0, header[2] - 1) // block_size)  # of windows
+            self.starts.append(self.starts[-1] + max(0, header[2] - 1) // block_size)
         self.vocab, self.eot = header[3:5] if header[3] else (50257, 50256)  # others' shards have GPT-2's
-        self.starts = np.cumsum([0, *counts])  # each shard's first window
-        self.n_windows = sum(counts)
+        self.n_windows = self.starts[-1]
         if not self.n_windows:
             sys.exit(f"--block_size={block_size} is longer than any {split} shard of {self.folder}")
 
@@ -599,11 +594,11 @@ def train(model, optimizers, shards, val_shards, facts, step, train_time, log):
                 loss, norm = over_ranks(loss).item() / world, optim.whole_on_cpu(norm).item()
                 recent = dict(train_loss=loss, grad_norm=norm, lr=lr)
             if done > 1:
-                seconds = time.perf_counter() - clock  # behind item(), which waits for a GPU
+                seconds = time.perf_counter() - last_time  # behind item(), which waits for a GPU
                 train_time += seconds
-                tokens_per_s = (first_sequence(step) - first_sequence(begin)) * block_size / seconds
+                tokens_per_s = (first_sequence(step) - first_sequence(last_step)) * block_size / seconds
                 recent |= dict(tokens_per_s=tokens_per_s, mfu=mfu(model, tokens_per_s),
-                               time_left=seconds / (step - begin) * (max_iters - step))
+                               time_left=seconds / (step - last_step) * (max_iters - step))
             val_loss, val_acc = evaluate(model, val_shards) if due(eval_interval) else (None, None)
             step_avg = 1000 * (train_time - first_time) / max(1, done - 1)
             figures = dict(val_loss=val_loss, train_time=train_time, step_avg=step_avg, val_acc=val_acc)
@@ -621,7 +616,7 @@ def train(model, optimizers, shards, val_shards, facts, step, train_time, log):
                 return log("final", final | memory(optimizers), step)
             if stop:
                 return log("stopped; the same command with --resume=auto goes on")
-            begin, clock = step, time.perf_counter()
+            last_step, last_time = step, time.perf_counter()
         loss, norm = update(step, parallel, optimizers, shards)
         step += 1
 
@@ -645,10 +640,10 @@ def main(argv):
         step, train_time, changed = load_checkpoint(paths, model, optimizers, facts)
     elif init_from:
         load_checkpoint([init_from], model, [], facts)
-    box = [(facts, step)]
+    of_rank_0 = [(facts, step)]
     if world > 1:
-        dist.broadcast_object_list(box)  # rank 0's
-    if box[0] != (facts, step):
+        dist.broadcast_object_list(of_rank_0)
+    if of_rank_0 != [(facts, step)]:
         sys.exit(f"rank {rank} has other settings, data, code or checkpoints than rank 0; nodes share them")
 
     if rank == 0 and log_file.exists() and not paths:

@@ -435,11 +435,11 @@ def test_help_lists_every_global_in_ascii(script, capsys):
 def test_presets_flags_and_their_order(capsys):
     presets = {"demo": {}, "big": dict(n_layer=9, val_dataset="c4"), "big/muon": dict(n_layer=8, gamma=3.0)}
     for words, expected in ((["--optimizer=muon", "--gamma=5"], (8, 5.0, "c4")),
-                            (["--dataset=mine", "--compile=False", "--optimizer=muon-vs"], (9, 1000.0, ""))):
-        t = fresh(PRESETS=presets, CHOICES={}, gamma=1000.0, val_dataset="")
+                            (["--val_dataset=", "--compile=False", "--optimizer=muon-vs"], (9, 1000.0, ""))):
+        t = fresh(PRESETS=presets, CHOICES={}, gamma=1000.0, val_dataset="edited")
         t.configure(["--preset=big", *words])
         assert (t.n_layer, t.gamma, t.val_dataset) == expected
-    assert capsys.readouterr().err.endswith("set by PRESETS: --n_layer=9\n")  # and no flag's
+    assert capsys.readouterr().err.endswith("by a flag: --n_layer=9 --val_dataset=c4\n")
 
 def test_an_edited_global_or_preset_is_checked_as_a_flag_is(capsys):
     for edit, told in ((dict(dtype="float16"), "invalid choice: 'float16'"),
