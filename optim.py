@@ -140,21 +140,20 @@ UPDATE_SCALES = {  # s of (m, n) matrices O, by adjust_lr_fn
     "frobenius": lambda O, m, n, split: 0.2 * (m * n) ** 0.5 / norm(O, split),
 }
 
-def update(weights, gradients, states, variant, lr, weight_decay, adjust_lr_fn, split, ns_steps,
-           ns_eps, ns_dtype, ns_coefficients, **options):
-    """Algorithm 1 for k like parameters, whose weights and states change in place."""
+def update(gradients, states, variant, lr, weight_decay, adjust_lr_fn, split, ns_steps, ns_eps,
+           ns_dtype, ns_coefficients, **options):
+    """Algorithm 1 for k like parameters: what states holds changes in place, the weights W too."""
     rule = VARIANTS[variant][0]
-    W = upcast(torch.stack(weights))  # (k, ..., m, n)
+    S = {name: upcast(torch.stack(tensors)) for name, tensors in states.items()}  # (k, ..., m, n)
+    W = S.pop("W")
     G = placed_like(upcast(torch.stack(gradients)), W)
-    S = {name: upcast(torch.stack(buffers)) for name, buffers in states.items()}
     ns = lambda X: upcast(newton_schulz(X, ns_steps, ns_eps, ns_dtype, ns_coefficients, split))
     O, S_new = rule(G, S, ns, split=split, **options)
     scale = UPDATE_SCALES[adjust_lr_fn](O, O.size(-2) // split, O.size(-1), split)
-    W_new = W * (1 - lr * weight_decay) - lr * scale * O  # line 14
-    for i, weight in enumerate(weights):
-        for name, buffers in states.items():
-            buffers[i].copy_(placed_like(S_new[name][i], buffers[i]))
-        weight.copy_(placed_like(W_new[i], weight))
+    S_new["W"] = W * (1 - lr * weight_decay) - lr * scale * O  # line 14
+    for name, tensors in states.items():
+        for old, new in zip(tensors, S_new[name]):
+            old.copy_(placed_like(new, old))
 
 def placed_like(value, other):
     """value, a DTensor or whole on each rank, put where other is; of another shape, as it is."""
@@ -179,7 +178,7 @@ class Muon(torch.optim.Optimizer):
     when variant changes: rules differ in what they keep under one name.
     split: rows are cut into so many equal matrices: 3 for fused queries, keys and values.
     state_dtype: None for fp32, or fp64 for fp64; in bf16 averages with β above 0.996 stall.
-    compile: False does without a compiler, as DTensors and batches on a CPU always do.
+    compile: False does without a compiler, as DTensors always do.
 
     The ranks of process_group, None for all, must list the same matrices in the same order, have
     the same gradients and step together. Each keeps the state of its share of the matrices, updates
@@ -250,6 +249,7 @@ class Muon(torch.optim.Optimizer):
         device = params[0].device.type
         own = [self._state(group, p) for p in params]
         states = {name: [state[name] for state in own] for name in VARIANTS[group["variant"]][1:]}
+        states["W"] = [p.detach() for p in params]
         options = {name: value for name, value in group.items() if name in self.defaults}
         options["t"] = own[0]["step"] + 1
         for name, value in options.items():  # numbers as tensors, which recompile nothing
@@ -257,13 +257,12 @@ class Muon(torch.optim.Optimizer):
             constant |= (name, value) == ("power", 1)  # which the compiler leaves out
             if isinstance(value, int | float) and not constant:
                 options[name] = torch.tensor(value, dtype=torch.float64, device="cpu")
-        batch = device == "cpu" and params[0].ndim > 2  # Inductor fails on some of these
-        eager = not group["compile"] or isinstance(params[0], DTensor) or batch
+        eager = not group["compile"] or isinstance(params[0], DTensor)
         run = update if eager else compiled_update
         try:
             with (torch.autocast(device, enabled=False),
                   torch._dynamo.config.patch(recompile_limit=256)):  # a graph for each shape
-                run([p.detach() for p in params], [p.grad for p in params], states, **options)
+                run([p.grad for p in params], states, **options)
         except torch._dynamo.exc.TorchDynamoException as error:
             raise RuntimeError("torch.compile failed; try Muon(..., compile=False)") from error
         for state in own:

@@ -452,15 +452,16 @@ def test_ranks(tmp_path):
         runs_like(alone, *build(variant, saved), start=8)
 
 # ---- Compilation ----
-@pytest.mark.parametrize("variant", ["muon-vs", "normuon"])
+@pytest.mark.parametrize("variant, scale", [("muon-vs", "original"), ("normuon", "original"), ("adamuon", "frobenius")])
 @pytest.mark.filterwarnings("error::UserWarning", "ignore:.*Online softmax|.*deprecated:UserWarning")
 @torch._dynamo.config.patch(recompile_limit=1)  # a thread has torch's own limit, not what another has set
-def test_compiled_is_eager_and_nothing_that_changes_recompiles(variant):
+def test_compiled_is_eager_and_nothing_that_changes_recompiles(variant, scale):
     """New lr, weight decay, momentum, γ, power, β₂, steps: no new graph. The same numbers to fp32 rounding."""
     results, graphs = [], lambda: torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for compile in (False, True, None):
-        params = parameters((24, 16), (24, 16), (16, 24))
-        opt = Muon(params, lr=0.02, variant=variant, power=0.9, compile=bool(compile), ns_dtype=torch.float32)
+        params = parameters((24, 16), (24, 16), (4, 64, 128))
+        opt = Muon(params, lr=0.02, variant=variant, power=0.9, compile=bool(compile), ns_dtype=torch.float32,
+                   adjust_lr_fn=scale)
         if compile is None:  # within a compiled training step it is as it is
             opt.step = torch.compile(opt.step, backend="aot_eager")
         opt.state[params[0]]["age"] = 0  # of a wrapper
