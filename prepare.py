@@ -9,7 +9,7 @@ Text -> tokenized shards in data/NAME/, which train_gpt.py and train_llama.py re
 
 data/README.md has the format and the sources. The same command resumes an interrupted run and ends in the same bytes.
 """
-import argparse, codecs, contextlib, gzip, hashlib, io, itertools, json, math, os, re, shutil, sys, sysconfig, zlib
+import argparse, codecs, contextlib, hashlib, io, itertools, json, math, os, re, shutil, sys, sysconfig, zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -109,7 +109,7 @@ def pieces(f, tail=0):
 
 def documents(name, address, field, tail=0):
     """Yield as pieces() does of a text, a row of .parquet, a line of JSON."""
-    with open_file(address) as f:
+    with in_one_line(address, "when it can be read, the same command goes on"), open_file(address) as f:
         if name.lower().endswith(TEXT):
             yield from pieces(f, tail)
         else:
@@ -125,41 +125,40 @@ def records(f, name, address, field):
                 texts = [(text or "") + "" for text in batch[field].to_pylist()]
             yield from texts
         return
-    f = gzip.open(f) if name.endswith(".gz") else f
-    f = pyarrow.CompressedInputStream(f, "zstd") if name.endswith(".zst") else f
+    f = pyarrow.input_stream(f, {".gz": "gzip", ".zst": "zstd"}.get(Path(name).suffix))
     for number, line in enumerate(io.TextIOWrapper(f, "utf-8"), 1):
         if line := line.strip("\ufeff \t\r\n"):
             with in_one_line(f"{address}, line {number}", mend):  # lines may differ in fields
                 yield (json.loads(line)[field] or "").encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 def batches(group, field, validates, number):
-    """Yield lists of (text, split, starts, ends), of about BATCH characters, of [(name, address, all val?, *tail)].
-    validates(number of a document, name of its file or its text); number: of the first document."""
+    """Yield lists of (text, split, starts, ends), of about BATCH characters. number: of the first document.
+    group: [(name, address, val)]. val: True; the share of each document that validates, its end; or False, and
+    validates(number of a document, name of its file or its text) says."""
     batch, size = [], 0
-    for name, address, val, *tail in group:
-        with in_one_line(address, "when it can be read, the same command goes on"):
-            for text, starts, ends, is_tail in documents(name, address, field, *tail):
-                to_val = val or is_tail or validates(number, name if name.lower().endswith(TEXT) else text)
-                batch.append((text, "val" if to_val else "train", starts, ends))
-                size += len(text)
-                number += ends
-                if size >= BATCH:
-                    yield batch
-                    batch, size = [], 0
+    for name, address, val in group:
+        for text, starts, ends, is_tail in documents(name, address, field, tail=0 if val is True else val):
+            to_val = val is True or is_tail or validates(number, name if name.lower().endswith(TEXT) else text)
+            batch.append((text, "val" if to_val else "train", starts, ends))
+            size += len(text)
+            number += ends
+            if size >= BATCH:
+                yield batch
+                batch, size = [], 0
     yield batch
 
-def tokenizing(args, validates):
-    """Returns convert(group, number of its first document), which yields [(split, ids)]."""
+def tokenize(args, group, validates, number):
+    """Yield [(split, ids)] of a group of files of text."""
     encode, _ = load_tokenizer(args.tokenizer, args.tokenizer_file)
     eot = np.array(TOKENIZERS[args.tokenizer][1:], "<u2")
 
-    def convert_batch(batch):
+    def convert(batch):
         parts = {"train": [], "val": []}
         for text, split, starts, ends in batch:
             text = text.removeprefix("\ufeff") if starts and args.command == "text" else text  # a byte order mark
             parts[split] += [encode(text, starts), eot] if ends else [encode(text, starts)]
         return [(split, np.concatenate(ids).astype("<u2")) for split, ids in parts.items() if ids]
-    return lambda group, number: in_threads(args.workers, convert_batch, batches(group, args.field, validates, number))
+    return in_threads(args.workers, convert, batches(group, args.field, validates, number))
 
 def in_threads(workers, function, jobs):
     """Yield function(job) in order. Tokenizers release the GIL. Few jobs are in memory."""
@@ -190,19 +189,21 @@ def share(key):
     """A number in [0, 1) that depends on this text alone."""
     return int.from_bytes(hashlib.blake2b(key.encode(errors="surrogateescape"), digest_size=8).digest(), "big") / 2**64
 
-def write_shard(path, split, parts, vocab, eot):
-    """Write the arrays `parts` as one shard. Returns its entry in the manifest."""
-    ids = np.concatenate(parts)
+def write_shard(stem, split, parts, shards, vocab, eot):
+    """Write the arrays `parts` as the split's next shard, and enter it in `shards`, the manifest's."""
+    number = sum(shard["split"] == split for shard in shards) + (split == "train")  # these count from 1, as others' do
+    path, ids = Path(f"{stem}_{split}_{number:06d}.bin"), np.concatenate(parts)
     header = [MAGIC, 1, len(ids), vocab, eot, zlib.crc32(ids), 1] + 249 * [0]
     with open(path, "wb") as file:
         file.writelines([np.array(header, "<u4"), ids])
         file.flush()
         os.fsync(file.fileno())
-    return dict(file=path.name, split=split, tokens=len(ids), documents=int((ids == eot).sum()), crc=header[5])
+    documents = int((ids == eot).sum())
+    shards.append(dict(file=path.name, split=split, tokens=len(ids), documents=documents, crc=header[5]))
 
-def identity(name, path, *how):
+def identity(name, path, val):
     size = os.path.getsize(path)
-    return name, *how, size, zlib.crc32(np.memmap(path, "u1", "r") if size else b"")
+    return name, val, size, zlib.crc32(np.memmap(path, "u1", "r") if size else b"")
 
 def read_manifest(what):
     folder = Path("" if "/" in what else "data", what)
@@ -211,51 +212,48 @@ def read_manifest(what):
     sys.exit(f"{folder} was not made by prepare.py: no manifest.json of it; shards of others: "
              f"python prepare.py import {folder} --name ANOTHER" if folder.exists() else f"{folder} does not exist")
 
-def build(args, source, files, validates=None, count="train", listing=None):
-    """Make data/NAME/ of files, or listing(), of ids or, if validates() says what validates, text. --tokens are of the
-    split `count`. Of the files that are done the manifest has a digest; another may be mended, and it goes on."""
+def build(args, source, files, validates=None):
+    """Make data/NAME/ of files of text or, without validates(), of ids. The manifest has a digest of the files that are
+    done; another may be mended, and the same command goes on."""
+    own = SOURCES.get(args.command, {})
+    local, count = not own, own.get("count", "train")  # what the Hub has is pinned
     final = Path("data", args.name)
     folder = final if final.exists() else Path("data", f"{args.name}.partial")
     source = {**source, "field": args.field, "tokenizer": args.tokenizer, "tokens": args.tokens}
     vocab, eot = TOKENIZERS[args.tokenizer]
-    state = dict(source=source, vocab_size=vocab, eot=eot, done=0, digest=0, shards=[])
+    state = dict(source=source, vocab_size=vocab, eot=eot, done=0, digest=share("[]"), shards=[])
     if final.exists() or (folder / "manifest.json").exists():
         _, state = read_manifest(str(folder))
     tokens = {split: sum(s["tokens"] for s in state["shards"] if s["split"] == split) for split in ("train", "val")}
     limit = args.tokens or math.inf
     went_in = files if final.exists() and tokens[count] < limit else files[:state["done"]]
-    went_in = [identity(*file) for file in went_in]
-    if state["done"] and (state["source"], state.get("digest")) != (source, share(repr(went_in))):
+    went_in = [identity(*file) for file in went_in if local]
+    if (state["source"], state.get("digest")) != (source, share(repr(went_in))):
         sys.exit(f"{folder} holds something else: {state['source']} or other files; delete it, or give another --name")
     if final.exists():
         return print(f"{final} is complete already")
 
-    convert = tokenizing(args, validates) if validates else lambda group, number: read_ids(*group[0][1:3], vocab)
-    folder.mkdir(parents=True, exist_ok=True)
-    sizes = [os.path.getsize(path) for _, path, *_ in files]
-    files = listing() if listing else files
-    groups = np.cumsum(sizes) // GROUP if sizes and validates else range(len(files))
-    groups = itertools.groupby(list(zip(groups, files))[state["done"]:], lambda pair: pair[0])
-    for group in [[file for _, file in pairs] for _, pairs in groups]:
+    sizes = [os.path.getsize(path) if local and validates else GROUP for _, path, _ in files]
+    group_of = dict(zip(files, np.cumsum(sizes) // GROUP))
+    for _, group in itertools.groupby(files[state["done"]:], group_of.get):
         if tokens[count] >= limit:
             break
+        group = list(group)
+        went_in += [identity(*file) for file in group if local]
         growing, shards = {}, [*state["shards"]]  # a shard ends with its group
-        def close(split):  # training shards count from 1, as others' do
-            number = sum(shard["split"] == split for shard in shards) + (split == "train")
-            path = folder / f"{args.name}_{split}_{number:06d}.bin"
-            shards.append(write_shard(path, split, growing.pop(split), vocab, eot))
-        went_in += [] if listing else [identity(*file) for file in group]
         before = sum(shard["documents"] for shard in shards)
-        for parts in tqdm(convert(group, before), f"{state['done']}/{len(files)} files", disable=None, leave=False):
+        stream = tokenize(args, group, validates, before) if validates else read_ids(*group[0][1:], vocab)
+        folder.mkdir(parents=True, exist_ok=True)
+        for parts in tqdm(stream, f"{state['done']}/{len(files)} files", disable=None, leave=False):
             for split, ids in parts:
                 growing.setdefault(split, []).append(ids)
                 tokens[split] += len(ids)
                 if sum(map(len, growing[split])) >= SHARD_TOKENS:
-                    close(split)
+                    write_shard(folder / args.name, split, growing.pop(split), shards, vocab, eot)
             if tokens[count] >= limit:
                 break
-        for split in [*growing]:
-            close(split)
+        for split, parts in growing.items():
+            write_shard(folder / args.name, split, parts, shards, vocab, eot)
         state.update(done=state["done"] + len(group), digest=share(repr(went_in)), shards=shards)
         (folder / "manifest.tmp").write_text(json.dumps(state, indent=1))
         os.replace(folder / "manifest.tmp", folder / "manifest.json")
@@ -265,8 +263,7 @@ def build(args, source, files, validates=None, count="train", listing=None):
     for path in {*folder.glob(f"{args.name}_*.bin")} - {folder / shard["file"] for shard in state["shards"]}:
         path.unlink()  # of an input since mended
     folder.rename(final)
-    print(f"{final}: {tokens['train']:,} train, {tokens['val']:,} val tokens, {sum(f[2] for f in files)} files by name")
-    own = SOURCES.get(args.command, {})
+    print(f"{final}: {tokens['train']:,} train, {tokens['val']:,} val tokens")
     train, val = (args.name if tokens[split] else own.get("pair", "ANOTHER") for split in ("train", "val"))
     lacking = " or ".join(split for split in tokens if not tokens[split])
     flags = "" if train == "pysrc" else f" --dataset={train} --run_name={train}"
@@ -288,27 +285,30 @@ def below(top, leave=()):
 
 def find(tops, endings, splits):
     """[(name, path, does it validate?)] of the files at or below tops; a line counts what is left out."""
-    found, words, files, out = {}, {}, [], []
-    full = [*map(os.path.abspath, tops)]  # all files or all folders may be a glob's, which folders tell apart
-    for top, at in zip(map(Path, tops), full):
-        place = os.path.relpath(at, os.path.commonpath([p for p in full if os.path.isfile(p) == os.path.isfile(at)]))
-        if not top.exists():
+    found, words, files = {}, {}, {}  # by real path: links may lead to a file under several names, and each counts
+    for top in tops:
+        if not os.path.exists(top):
             sys.exit(f"{top} does not exist")
-        for name, path in below(top):
-            near = lambda path: "/".join(Path(os.path.relpath(path)).parts[-name.count("/") - 2:])
-            around, real = near(path), os.path.realpath(path)  # from `top`'s last folder on
-            fits = name.lower().endswith(endings) and "/." not in f"/{name}" and os.path.exists(path)
-            found.setdefault((real, fits), (around, path))
-            where = f"/{place}/{around}/{near(real)}/"
+        # all files or all folders may be a glob's, which folders tell apart: a/*/en, a/*/b.txt
+        base = os.path.commonpath([os.path.abspath(p) for p in tops if os.path.isfile(p) == os.path.isfile(top)])
+        for name, path in below(Path(top)):
+            real, depth = os.path.realpath(path), name.count("/") + 2
+            near, real_near = ("/".join(Path(os.path.relpath(p)).parts[-depth:]) for p in (path, real))
+            where = f"/{os.path.relpath(path, base)}/{near}/{real_near}/"
             words[real] = words.get(real, "") + re.sub(r"(?<=[a-z])(?=[A-Z])|[\W\d_]+", " ", where).lower()
-    for (real, fits), (around, path) in found.items():
+            fits = name.lower().endswith(endings) and "/." not in f"/{name}" and os.path.exists(path)
+            if fits and os.path.getsize(path):
+                found.setdefault(real, (near, path))
+    for real, (name, path) in found.items():
         split = next((split for split in WORDS if re.search(f" ({WORDS[split]}) ", words[real])), None)
-        (files if fits and split in splits and os.path.getsize(path) else out).append((around, path, split == "val"))
-    if out:
-        print(f"left out: {len(out)} files, empty, hidden, test or of other kinds; first {out[0][1]}")
+        if split in splits:
+            files[real] = (name, path, split == "val")
+    left_out = sorted(words.keys() - files.keys())
+    if left_out:
+        print(f"left out: {len(left_out)} files, empty, hidden, test or of other kinds; first {left_out[0]}")
     if not files:
         sys.exit(f"{' '.join(tops)}: expected text (import: ids, named train or val) in {' '.join(endings)}, no tests")
-    return sorted(files, key=lambda file: not file[2])  # val first: --tokens cannot cut it
+    return sorted(files.values(), key=lambda file: not file[2])  # val first: --tokens cannot cut it
 
 def prepare_pysrc(args):
     """Every .py of the running Python's library that is UTF-8, outside site-packages."""
@@ -323,15 +323,16 @@ def prepare_pysrc(args):
 def prepare_text(args):
     files = find(args.input, TEXT + RECORDS, ("train", "val", None))
     fraction = 0 if any(val for *_, val in files) else args.val_fraction  # a given split is not drawn
-    # at least one of many validates, the first record or else the text of lowest hash; of few the end of each
-    tables = [file for file in files if not file[0].lower().endswith(TEXT)]
-    always = files.index(tables[0]) if tables else min(range(len(files)), key=lambda i: share(files[i][0]))
-    rows = itertools.chain.from_iterable(batches(tables, args.field, lambda *_: False, 0))
-    many = math.ceil(1 / fraction) - len(files) + len(tables) if fraction > 0 else 0  # with so many one would validate
-    few = sum(1 for _ in itertools.islice(rows, max(many, 0))) < many
-    files = [(*file, fraction) for file in files] if few else files
-    build(args, {"val_fraction": args.val_fraction, "always": files[always][0]}, files,
-          lambda number, key: not few and (share(key) < fraction or fraction > 0 and number == always))
+    texts = [file for file in files if file[0].lower().endswith(TEXT)]  # a document each
+    tables = [file for file in files if file[0].lower().endswith(RECORDS)]
+    rows = (row for name, path, _ in tables for row in documents(name, path, args.field))
+    # at least one document validates: the first row, or else the text of lowest hash
+    first = files.index(tables[0] if tables else min(texts, key=lambda file: share(file[0])))
+    source = {"val_fraction": args.val_fraction, "always": files[first][0]}
+    enough = math.ceil(1 / fraction) if fraction > 0 else 0
+    if sum(1 for _ in itertools.islice(itertools.chain(texts, rows), enough)) < enough:  # then the end of each does
+        files, fraction = [(name, path, fraction) for name, path, _ in files], 0
+    build(args, source, files, lambda number, key: fraction > 0 and (number == first or share(key) < fraction))
 
 def prepare_import(args):
     files = find([args.what], (".bin",), ("train", "val"))
@@ -353,13 +354,13 @@ def prepare_hub(args):
     if isinstance(val, tuple):
         part, seed, documents = val
         val = set(np.random.default_rng(seed).permutation(documents)[:math.ceil(part * documents)].tolist())
-
-    def listing():
+    found = []
+    if not Path("data", args.name).exists():  # else build() needs no network
         import huggingface_hub
         with in_one_line(address, "with a network the same command goes on"):
             found = huggingface_hub.HfFileSystem().glob(address)
-        return sorted([(name, f"hf://{name}", "_val_" in name) for name in sorted(found)], key=lambda file: not file[2])
-    build(args, source, [], val is not None and (lambda number, key: number in val), own.get("count", "train"), listing)
+    files = sorted([(name, f"hf://{name}", "_val_" in name) for name in found], key=lambda file: (not file[2], file))
+    build(args, source, files, None if val is None else lambda number, key: number in val)
 
 def verify(args):
     folder, manifest = read_manifest(args.what)
