@@ -32,7 +32,7 @@ def test_faults_lose_nothing():
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.endswith("runs lost 0\n"), done.stdout + done.stderr
 
-def test_blocks_that_differ_are_all_compiled(monkeypatch):
+def test_blocks_that_differ_are_all_compiled_and_a_copy_has_a_head_of_its_own(monkeypatch):
     """Of a fork, each by a number of its own."""
     compile = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **how: compile(self, backend="eager", **how))
@@ -43,9 +43,7 @@ def test_blocks_that_differ_are_all_compiled(monkeypatch):
     for number, block in enumerate(model.blocks):
         block.attn.number = number
     assert model(x).isfinite().all()
-
-def test_a_copy_of_a_compiled_model_has_a_head_of_its_own():
-    average = copy.deepcopy(fresh(**TINY | dict(compile=True)).build_model(320))
+    average = copy.deepcopy(model)
     assert average.loss.__self__ is average
 
 def test_flops_are_what_torch_counts():
