@@ -335,16 +335,10 @@ def test_a_second_ctrl_c_ends_the_run_at_once_and_under_nohup_a_closed_terminal_
     assert figures("nohup", "lr") == dict.fromkeys([1, 4, 8], 0.01)  # the optimizer's, whatever lr_factor says
     signal.signal(signal.SIGHUP, earlier)
 
-def another(log):
-    """One as long as its own, as a start of its name writes that keeps step with it."""
-    shutil.copy(log, "other")
-    os.replace("other", log)
-
-def longer(log):
-    """As another start of its name writes that goes on with it."""
-    os.truncate(log, os.stat(log).st_size + 99)
-
-@pytest.mark.parametrize("meddles, told", [(os.unlink, FileNotFoundError), (another, SystemExit), (longer, SystemExit)])
+@pytest.mark.parametrize("meddles, told", [
+    (os.unlink, FileNotFoundError),
+    (lambda log: os.replace(shutil.copy(log, "other"), log), SystemExit),  # as long: a start that keeps step with it
+    (lambda log: os.truncate(log, 10**6), SystemExit)], ids=["gone", "another", "longer"])  # one that goes on with it
 def test_a_run_whose_log_is_gone_or_anothers_ends(meddles, told):
     """It writes nothing more, neither into the log nor a checkpoint."""
     def meddle(module):
