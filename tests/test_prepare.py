@@ -128,12 +128,15 @@ def test_every_kind_of_file_gives_its_documents_in_order(monkeypatch):
     assert {split: texts("mine", split) for split in expected} == expected
 
 def test_of_few_documents_the_end_of_each_validates(capsys):
-    """As a share of its bytes, from the next word on or else the next character. Too little text is told."""
+    """As a share of its bytes, from the next word on or else the next character; with text in another field than the
+    default's. Too little text is told."""
     book, chinese = "one line\nanother\n" * 4000, "日本" * 100
     write("in/book.txt", book)
-    write("in/c.jsonl", jsonl([chinese, book]))
+    pyarrow.parquet.write_table(pyarrow.table({"body": [chinese]}), "in/c.parquet")
+    write("in/d.jsonl", jsonl([book]).replace(b'"text"', b'"body"'))
     write("in/note.md", "short\n")
-    prepare.main([*COMMAND, "--val_fraction=0.05", "--tokens=99"])  # leaves out nothing that validates
+    refused(r"c.parquet.*text.*\(--field\)", *COMMAND)
+    prepare.main([*COMMAND, "--field=body", "--val_fraction=0.05", "--tokens=99"])  # leaves out nothing that validates
     assert "next: " in capsys.readouterr().out
     rest, end = book[:64603], book[64603:]  # 95 % are 64600
     assert texts("mine", "val") == [end, chinese[-10:], end] and end.startswith(" line\n")
@@ -205,13 +208,6 @@ def test_what_cannot_be_read_is_named(name, data, pattern):
     write("in/" + name, data)
     refused(f"in.*{pattern}", *COMMAND)
     assert not Path("data/mine").exists()
-
-def test_the_text_may_have_another_field():
-    write("in/a.jsonl", jsonl(sentences(90)).replace(b'"text"', b'"body"'))
-    pyarrow.parquet.write_table(pyarrow.table({"body": ["r0", "r1"]}), "in/b.parquet")
-    refused(r"b.parquet.*text.*\(--field\)", *COMMAND[:2], "in/b.parquet", *COMMAND[3:])
-    prepare.main([*COMMAND, "--field=body", "--val_fraction=0"])
-    assert texts("mine", "train") == [*sentences(90), "r0", "r1"]
 
 def test_a_dataset_is_one_folder_in_data_of_one_source():
     write("in/a.txt", "A b c")
@@ -320,6 +316,8 @@ def test_what_is_held_out_is_not_trained_on(capsys):
         assert f"left out: {left_out} " in capsys.readouterr().out.splitlines()[0]
     for split, numbers in ("val", [0, 1, 2]), ("train", [3, 4, 5, 6]):
         assert sorted(tokens("ids", split)) == numbers == sorted(map(int, texts("mine", split)))
+    prepare.main(["import", "ids", "--name=few", "--tokens=1"])  # what validates is not counted
+    assert [len(tokens("few", split)) for split in ("val", "train")] == [3, 1]
     for path in "in/test", "in/test.txt", "in/test/0.txt":
         refused("expected text", "text", "--name=no", "--input", path)
     refused("named train or val", "import", "ids/test/", "--name=no")
@@ -337,13 +335,6 @@ def test_what_is_held_out_is_not_trained_on(capsys):
     assert (sorted(texts("mixed", "train")), texts("mixed", "val")) == (["b", folders[1]], folders[2:])
     prepare.main(["text", "--name=apart", "--val_fraction=0", "--input", "dev/notes", "b.txt"])
     assert sorted(texts("apart", "train")) == ["a", "b"]
-
-def test_what_is_named_val_comes_before_tokens_are_counted(monkeypatch):
-    monkeypatch.setattr(prepare, "GROUP", 1)
-    for name in "a_val.txt", "b.txt", "c_val.txt":
-        write(f"in/{name}", name)
-    prepare.main([*COMMAND, "--tokens=1"])
-    assert (texts("mine", "val"), texts("mine", "train")) == (["a_val.txt", "c_val.txt"], ["b.txt"])
 
 def test_the_split_does_not_depend_on_the_locale():
     """Neither of texts nor of files by their names."""
