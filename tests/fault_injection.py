@@ -5,7 +5,7 @@
 
 After each fault the same command goes on, and must end with the weights, bit for bit, of an undisturbed run. Linux.
 """
-import contextlib, io, os, pty, random, resource, signal, subprocess, sys, tempfile, time, traceback
+import contextlib, io, multiprocessing, os, pty, random, resource, signal, subprocess, sys, tempfile, time
 from pathlib import Path
 
 import numpy as np
@@ -19,21 +19,19 @@ UPDATES, SHORT = 24, "--short" in sys.argv
 SETTINGS = TINY | dict(max_iters=UPDATES, checkpoint_interval=2, eval_interval=12, resume="auto")
 injected, lost = 0, 0
 
-def start(name, meddle=lambda module: None):
+def run(name, meddle):
+    sys.stdout = sys.stderr = open(f"{name}.out", "a")
+    train(name, meddle=meddle, **SETTINGS)
+
+def start(name, meddle=id):
     """A run in a process of its own, forked from this one, which has imported torch; meddle gets its module."""
-    return os.fork() or run(name, meddle)
+    process = multiprocessing.get_context("fork").Process(target=run, args=(name, meddle))
+    process.start()
+    return process
 
-def run(name, meddle, terminal=False):
-    try:
-        for fd in () if terminal else (1, 2):
-            os.dup2(os.open(f"{name}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND), fd)
-        train(name, meddle=meddle, **SETTINGS)
-        os._exit(0)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-
-end = lambda pid: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+def end(process):
+    process.join()
+    return process.exitcode
 
 def goes_on(name, undisturbed="undisturbed"):
     """Starts the run again: does it end as an undisturbed one?"""
@@ -70,10 +68,10 @@ def kills(count, duration, rng):
     while injected < count:
         name, killed, inside = f"kill{time.time_ns()}", 0, 0
         for _ in range(rng.randint(2, 5)):
-            pid, wait = start(name, slow_saving), rng.uniform(0.3, 1.0) * duration
+            process, wait = start(name, slow_saving), rng.uniform(0.3, 1.0) * duration
             time.sleep(wait)
-            os.kill(pid, signal.SIGKILL)
-            if end(pid) != -signal.SIGKILL:  # it was over
+            process.kill()
+            if end(process) != -signal.SIGKILL:  # it was over
                 duration = duration if killed else wait  # it was measured beside other work
                 break
             killed, inside = killed + 1, inside + bool(list(Path("checkpoints", name).glob("*.tmp")))
@@ -84,10 +82,11 @@ def terminal_closed(name):
     pid, terminal = pty.fork()
     if not pid:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever started this
-        run(name, slow_saving, terminal=True)
+        train(name, meddle=slow_saving, **SETTINGS)
+        os._exit(0)
     at_update_4(name)
     os.close(terminal)
-    return end(pid) == 0 and "\nstopped; " in text(name)
+    return os.waitpid(pid, 0)[1] == 0 and "\nstopped; " in text(name)
 
 def torchrun(name, *nodes, **settings):
     """Starts two ranks under torchrun --max-restarts=3, which after a failure starts all ranks again. Under nohup."""
