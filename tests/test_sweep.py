@@ -1,7 +1,6 @@
 """tools/sweep.py over a stand-in for a train script."""
 import signal, subprocess, sys, time
-
-import pytest
+from pathlib import Path
 
 from common import ROOT
 import sweep
@@ -22,12 +21,8 @@ with open(path, "a", buffering=1) as log:
     log.write("final val_loss:1.0\\n")
 '''
 
-@pytest.fixture
-def folder(tmp_path):
-    (tmp_path / "train_fake.py").write_text(FAKE)
-    return tmp_path / "logs"
-
-def start(*flags):
+def start(*flags, script=FAKE):
+    Path("train_fake.py").write_text(script)
     command = [sys.executable, f"{ROOT}/tools/sweep.py", "train_fake.py", *flags]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
@@ -44,10 +39,10 @@ def test_grid_and_names():
     assert betas == dict(adam_betas=["(0.9,0.95)", "(0.8,0.9)"], ns_steps=["3", "5"])
     assert runs["gpt-muon-lr0.005-seed7"] == dict(optimizer="muon", learning_rate="0.005", n_layer="2", seed="7")
 
-def test_finished_runs_are_skipped_and_cut_ones_resumed(folder):
+def test_finished_runs_are_skipped_and_cut_ones_resumed():
     flags = ["--n_layer=2", "--optimizer=muon,muon-vs", "--adam_betas=(0.9,0.95)", "--seed=1..2"]
     assert end(start(*flags))[1] == 0
-    logs = sorted(folder.iterdir())
+    logs = sorted(Path("logs").iterdir())
     assert [path.stem for path in logs] == [f"fake-{name}-seed{i}" for name in ("muon", "muon-vs") for i in (1, 2)]
     whole = logs[0].read_text()
     logs[0].write_text(whole.split("step:1")[0])
@@ -59,21 +54,20 @@ def test_finished_runs_are_skipped_and_cut_ones_resumed(folder):
     assert status == 1 and "--n_layer=2, not 3" in error and error.count("\n") == 1
     logs[0].write_text(whole.replace("--n_layer", "--dtype=bfloat16\n--n_layer"))
     assert end(start(*flags, "--dtype=auto"))[1] == 0
-    (folder.parent / "checkpoints/fake-muon-seed3").mkdir(parents=True)  # of a run whose log was moved
+    Path("checkpoints/fake-muon-seed3").mkdir(parents=True)  # of a run whose log was moved
     assert "seed3 has no logs/fake-muon-seed3.txt" in end(start("--optimizer=muon", "--seed=3"))[0]
-    (folder.parent / "train_fake.py").write_text(FAKE + "\n")
-    (folder.parent / "optim.py").touch()
-    error, _ = end(start(*flags))
+    Path("optim.py").touch()
+    error, _ = end(start(*flags, script=FAKE + "\n"))
     assert all(f"fake-muon-seed1.txt is of another {name}.py\n" in error for name in ("train_fake", "optim"))
 
-def test_a_failed_run_is_named_and_the_rest_goes_on(folder):
+def test_a_failed_run_is_named_and_the_rest_goes_on():
     error, status = end(start("--optimizer=broken,muon", "--seed=1"))
     assert status == 1 and "failed: fake-broken-seed1: no such optimizer" in error
-    assert "\nfinal val" in (folder / "fake-muon-seed1.txt").read_text()
+    assert "\nfinal val" in Path("logs/fake-muon-seed1.txt").read_text()
 
-def test_a_signal_lets_the_runs_save_and_the_same_command_goes_on(folder):
+def test_a_signal_lets_the_runs_save_and_the_same_command_goes_on():
     flags = ["--optimizer=muon", "--seed=1..3", "--delay=0.3"]
-    logs = [folder / f"fake-muon-seed{seed}.txt" for seed in (1, 2, 3)]
+    logs = [Path(f"logs/fake-muon-seed{seed}.txt") for seed in (1, 2, 3)]
     process, deadline = start(*flags, "--jobs=2"), time.time() + 60
     while not all(path.exists() and "step:0" in path.read_text() for path in logs[:2]) and time.time() < deadline:
         time.sleep(0.02)
