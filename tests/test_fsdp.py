@@ -39,9 +39,8 @@ def steps(kinds, shard=lambda t: t, n=3, split=1, shapes=SHAPES):
         opt.step()
     return params, opt
 
-def layouts(world):
-    """Name -> mesh, placements."""
-    line = init_device_mesh("cpu", (world,))
+def layouts(world, line):
+    """Name, mesh and placements."""
     yield "columns", line, [Shard(1)]
     yield "copies", line, [Replicate()]
     if world == 4:
@@ -55,8 +54,8 @@ def sharded_is_whole(rank, world, folder):
     """fp32 sums in another order, of norms alone; with bf16 Newton-Schulz a few of its roundings, of the way."""
     alone = torch.load(f"{folder}/alone.pt")
     on = lambda mesh, placements: lambda t: distribute_tensor(t, mesh, placements, src_data_rank=None)
-    mesh = init_device_mesh("cpu", (world,))
-    params, opt = steps(KINDS, on(mesh, [Shard(0)]))
+    line = init_device_mesh("cpu", (world,))
+    params, opt = steps(KINDS, on(line, [Shard(0)]))
     starts = parameters(*SHAPES * len(KINDS))
     for i, (p, q, start) in enumerate(zip(params, alone["rows"], starts)):
         p = p.full_tensor()
@@ -68,7 +67,7 @@ def sharded_is_whole(rank, world, folder):
         state = opt.state[p]["momentum"]
         assert state.placements == p.placements and state.to_local().shape == p.to_local().shape
 
-    for name, mesh, placements in layouts(world):
+    for name, mesh, placements in layouts(world, line):
         params, opt = steps(FEW, on(mesh, placements))
         for p, q in zip(params, alone["few"]):
             assert list(p.placements) == list(opt.state[p]["momentum"].placements) == placements
@@ -82,7 +81,6 @@ def sharded_is_whole(rank, world, folder):
         torch.testing.assert_close([p.full_tensor() for p in params], alone["split"], rtol=1e-5, atol=1e-6, msg=name)
 
     p, q = parameters((8, 16)) + parameters((8, 16))  # a gradient that is the sum of what the ranks have
-    line = init_device_mesh("cpu", (world,))
     part = nn.Parameter(on(line, [Replicate()])(p.detach()))
     set_gradients([q], 0)
     part.grad = DTensor.from_local(q.grad / world, line, [Partial()])

@@ -264,15 +264,14 @@ def test_of_others_shards_one_line_says_what_was_found_and_what_to_run(capsys):
     prepare.main(["import", "data", "--name", "once"])
     assert tokens("once", "train").tolist() == [*range(500)]
 
-ODD = ["a[1]", "a*", "a?", "{a,b}", "x::a", "file:", "~", "[!a]", "%41", "a b#"]
-
 def test_no_name_is_a_pattern_or_an_address():
-    for name in ["a1", "ab", "b", *ODD]:
+    odd = ["a[1]", "a*", "a?", "{a,b}", "x::a", "file:", "~", "[!a]", "%41", "a b#"]
+    for name in ["a1", "ab", "b", *odd]:
         write(f"in/{name}/{name}_train.jsonl", jsonl([name]))
         write(f"in/{name}/{name}_train.bin", 2 * name)
-    prepare.main(["text", "--name=mine", "--val_fraction=0", "--input", *(f"in/{name}" for name in ODD)])
-    assert texts("mine", "train") == ODD
-    for n, name in enumerate(ODD):
+    prepare.main(["text", "--name=mine", "--val_fraction=0", "--input", *(f"in/{name}" for name in odd)])
+    assert texts("mine", "train") == odd
+    for n, name in enumerate(odd):
         prepare.main(["import", f"in/{name}", f"--name=n{n}"])
         assert tokens(f"n{n}", "train").tobytes() == (2 * name).encode()
 
