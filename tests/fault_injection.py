@@ -5,7 +5,7 @@
 
 After each fault the same command goes on, and must end with the weights, bit for bit, of an undisturbed run. Linux.
 """
-import contextlib, io, multiprocessing, os, pty, random, resource, signal, subprocess, sys, tempfile, time
+import collections, contextlib, io, multiprocessing, os, pty, random, resource, signal, subprocess, sys, tempfile, time
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from common import ROOT, TINY, assert_equal, checkpoint, train, write_tiny
 
 UPDATES, SHORT = 24, "--short" in sys.argv
 SETTINGS = TINY | dict(max_iters=UPDATES, checkpoint_interval=2, eval_interval=12, resume="auto")
-injected, lost = 0, 0
+counts = collections.Counter()
 
 def run(name, meddle):
     sys.stdout = sys.stderr = open(f"{name}.out", "a")
@@ -41,8 +41,7 @@ def goes_on(name, undisturbed="undisturbed"):
         return code == 0
 
 def report(fault, survived, count=1):
-    global injected, lost
-    injected, lost = injected + count, lost + (not survived)
+    counts.update(injected=count, lost=not survived)
     print(f"{'survived' if survived else 'LOST    '}  {fault}", flush=True)
 
 def slow_saving(module):
@@ -65,7 +64,7 @@ def full_disk(module):
 
 def kills(count, duration, rng):
     """Two to five in each run, which then has to end."""
-    while injected < count:
+    while counts["injected"] < count:
         name, killed, inside = f"kill{time.time_ns()}", 0, 0
         for _ in range(rng.randint(2, 5)):
             process, wait = start(name, slow_saving), rng.uniform(0.3, 1.0) * duration
@@ -166,5 +165,5 @@ if __name__ == "__main__":
         assert torchrun("fsdp", fsdp=True).wait() == 0
         for name, rank in dict(e=0, f=1).items():
             report(f"rank {rank} killed under FSDP", rank_killed(rank, name, fsdp=True) and goes_on(name, "fsdp"))
-    print(f"{time.time() - began:.0f} s\nfaults injected {injected}, runs lost {lost}")
-    sys.exit(bool(lost))
+    print(f"{time.time() - began:.0f} s\nfaults injected {counts['injected']}, runs lost {counts['lost']}")
+    sys.exit(bool(counts["lost"]))
