@@ -1,5 +1,5 @@
 """What several test files need: the scripts as modules, a tiny data set, runs in this process and on ranks."""
-import importlib.util, os, signal, sys, zlib
+import contextlib, importlib.util, os, signal, sys, zlib
 from pathlib import Path
 
 import numpy as np
@@ -27,12 +27,10 @@ def train(name, argv=(), script="train_gpt.py", meddle=lambda module: None, **se
     """A tiny run in this process; meddle gets the module first. Returns the last checkpoint."""
     module = fresh(script, **TINY | settings, run_name=name)
     meddle(module)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    try:
+    with contextlib.ExitStack() as afterwards:
+        for number in signal.SIGTERM, signal.SIGINT, signal.SIGHUP:
+            afterwards.callback(signal.signal, number, signal.getsignal(number))
         module.main(list(argv))
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
     return checkpoint(name)
 
 def checkpoint(name):
