@@ -41,6 +41,7 @@ def steps(kinds, shard=lambda t: t, n=3, split=1, shapes=SHAPES):
 
 def layouts(world, line):
     """Name, mesh and placements."""
+    yield "rows", line, [Shard(0)]
     yield "columns", line, [Shard(1)]
     yield "copies", line, [Replicate()]
     if world == 4:
@@ -55,28 +56,21 @@ def sharded_is_whole(rank, world, folder):
     alone = torch.load(f"{folder}/alone.pt")
     on = lambda mesh, placements: lambda t: distribute_tensor(t, mesh, placements, src_data_rank=None)
     line = init_device_mesh("cpu", (world,))
-    params, opt = steps(KINDS, on(line, [Shard(0)]))
-    starts = parameters(*SHAPES * len(KINDS))
-    for i, (p, q, start) in enumerate(zip(params, alone["rows"], starts)):
-        p = p.full_tensor()
-        if KINDS[i // len(SHAPES)][2] == FULL:
-            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
-        else:
-            assert (p - q).norm() <= 0.03 * (q - start).norm()
-    for p in params[:4]:
-        state = opt.state[p]["momentum"]
-        assert state.placements == p.placements and state.to_local().shape == p.to_local().shape
-
     for name, mesh, placements in layouts(world, line):
-        params, opt = steps(FEW, on(mesh, placements))
-        for p, q in zip(params, alone["few"]):
-            assert list(p.placements) == list(opt.state[p]["momentum"].placements) == placements
-            torch.testing.assert_close(p.full_tensor(), q, rtol=1e-5, atol=1e-6, msg=name)
+        kinds = KINDS if name == "rows" else FEW
+        whole, state = alone[len(kinds)]
+        params, opt = steps(kinds, on(mesh, placements))
+        for i, (p, q, start) in enumerate(zip(params, whole, parameters(*SHAPES * len(kinds)))):
+            momentum = opt.state[p]["momentum"]
+            assert list(p.placements) == list(momentum.placements) == placements
+            assert p.to_local().shape == momentum.to_local().shape
+            if kinds[i // len(SHAPES)][2] == FULL:
+                torch.testing.assert_close(p.full_tensor(), q, rtol=1e-5, atol=1e-6, msg=name)
+            else:
+                assert (p.full_tensor() - q).norm() <= 0.03 * (q - start).norm()
         saved = opt.full_state_dict()
         if rank == 0:
-            for i, entry in alone["state"].items():
-                for buffer in entry:
-                    torch.testing.assert_close(saved["state"][i][buffer], entry[buffer], rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(saved["state"], state, rtol=1e-4, atol=1e-6)
         params, _ = steps(FEW, on(mesh, placements), n=2, split=2, shapes=EVEN)
         torch.testing.assert_close([p.full_tensor() for p in params], alone["split"], rtol=1e-5, atol=1e-6, msg=name)
 
@@ -97,10 +91,11 @@ def sharded_is_whole(rank, world, folder):
     assert opt.state[rows]["slow_copy"].placements == rows.placements and opt.state[rows]["slow_copy"].equal(rows)
 
 def test_sharded_is_whole(tmp_path):
-    (rows, _), (few, opt) = steps(KINDS), steps(FEW)
-    alone = dict(rows=rows, few=few, split=steps(FEW, n=2, split=2, shapes=EVEN)[0])
-    torch.save({name: [p.detach() for p in params] for name, params in alone.items()}
-               | {"state": opt.full_state_dict()["state"]}, tmp_path / "alone.pt")
+    alone = {"split": [p.detach() for p in steps(FEW, n=2, split=2, shapes=EVEN)[0]]}
+    for kinds in KINDS, FEW:
+        params, opt = steps(kinds)
+        alone[len(kinds)] = [p.detach() for p in params], opt.full_state_dict()["state"]
+    torch.save(alone, tmp_path / "alone.pt")
     on_groups(sharded_is_whole, str(tmp_path))
 
 class Sent(TorchDispatchMode):
