@@ -36,8 +36,8 @@ MAGIC, HEADER, SHARD_TOKENS = 20240520, 1024, 100_000_000  # HEADER in bytes
 TEXT, RECORDS = (".txt", ".md", ".py"), (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".parquet")
 BLOCK, BATCH, GROUP = 1 << 16, 1 << 20, 64 << 20  # read of a text at a time; for a thread; files that are one input
 # what a file is for, by words of its name and folders; the first that fits counts
-WORDS = {"test": "(news[a-z]*)?(te?st|dev(el)?|eval(uation)?)(s|ing|set|split|data|test)?|held|h[eo]ld ?out(s|set)?",
-         "val": "val(id(ation)?)?(s|set|split|data)?", "train": "train(ing|set|split|data)?"}
+WORDS = {"test": "(news[a-z]*)?(te?st[ab]?|dev(el(opment)?)?|eval(uation)?)(s|ing|set|split|data|test|dev)?|held|"
+         "h[eo]ld *out(s|set)?", "val": "val(id(ation)?)?(s|set|split|data)?", "train": "train(ing|set|split|data)?"}
 
 @contextlib.contextmanager
 def in_one_line(what, mend):
@@ -53,7 +53,7 @@ LLAMA2_SHA256 = "9e556afd44213b6bd1be2b850ebbbd98f5481437a8021afaf58ee7fb1818d34
 
 # Where a text may be cut and keeps its ids: GPT-2's pattern always splits before a space or newline that follows
 # something else, and no entry of Llama's vocabulary has a space after another character.
-CUT = re.compile(r"(?<=[^\s\u2581\ud800-\udfff])(?=[ \n])")
+CUT = re.compile(r"(?<=[^\s\u2581\ufeff\ud800-\udfff])(?=[ \n])")
 
 def load_tokenizer(name, file=None):
     """Returns encode(text, starts) -> array of ids, and decode(list of ids) -> text. starts: does the text start a
@@ -198,8 +198,7 @@ def write_shard(stem, split, parts, shards, vocab, eot):
         file.writelines([np.array(header, "<u4"), ids])
         file.flush()
         os.fsync(file.fileno())
-    documents = int((ids == eot).sum())
-    shards.append(dict(file=path.name, split=split, tokens=len(ids), documents=documents, crc=header[5]))
+    shards.append(dict(file=path.name, split=split, tokens=len(ids), documents=int((ids == eot).sum()), crc=header[5]))
 
 def identity(name, path, val):
     size = os.path.getsize(path)
@@ -289,23 +288,24 @@ def find(tops, endings, splits):
     for top in tops:
         if not os.path.exists(top):
             sys.exit(f"{top} does not exist")
-        # all files or all folders may be a glob's, which folders tell apart: a/*/en, a/*/b.txt
-        base = os.path.commonpath([os.path.abspath(p) for p in tops if os.path.isfile(p) == os.path.isfile(top)])
+        # files, folders or what is as deep may be a glob's, which folders tell apart: a/*/en, a/*/b.txt
+        alike = [p for p in tops if os.path.isfile(p) == os.path.isfile(top) or p.count("/") == top.count("/")]
+        base = os.path.commonpath(map(os.path.abspath, alike))
         for name, path in below(Path(top)):
             real, depth = os.path.realpath(path), name.count("/") + 2
             near, real_near = ("/".join(Path(os.path.relpath(p)).parts[-depth:]) for p in (path, real))
             where = f"/{os.path.relpath(path, base)}/{near}/{real_near}/"
-            words[real] = words.get(real, "") + re.sub(r"(?<=[a-z])(?=[A-Z])|[\W\d_]+", " ", where).lower()
+            words[real] = words.get(real, "") + re.sub(r"\B(?=[A-Z][a-z])|(?<=[a-z])(?=[A-Z])|[\W\d_]+", " ", where)
             fits = name.lower().endswith(endings) and "/." not in f"/{name}" and os.path.exists(path)
             if fits and os.path.getsize(path):
                 found.setdefault(real, (near, path))
     for real, (name, path) in found.items():
-        split = next((split for split in WORDS if re.search(f" ({WORDS[split]}) ", words[real])), None)
+        split = next((split for split in WORDS if re.search(f"(?i) ({WORDS[split]}) ", words[real])), None)
         if split in splits:
             files[real] = (name, path, split == "val")
     left_out = sorted(words.keys() - files.keys())
     if left_out:
-        print(f"left out: {len(left_out)} files, empty, hidden, test or of other kinds; first {left_out[0]}")
+        print(f"left out: {len(left_out)} files, empty, hidden, test or of other kinds; first {left_out[0]!r}")
     if not files:
         sys.exit(f"{' '.join(tops)}: expected text (import: ids, named train or val) in {' '.join(endings)}, no tests")
     return sorted(files.values(), key=lambda file: not file[2])  # val first: --tokens cannot cut it

@@ -67,8 +67,9 @@ def reference(tokenizer):
 def test_ids_are_the_librarys_own_wherever_a_text_is_cut(tokenizer, monkeypatch):
     monkeypatch.setattr(prepare, "BLOCK", 31)  # ends within characters
     rows, eot, expected = sentences(500), prepare.TOKENIZERS[tokenizer][1], reference(tokenizer)
+    rows[0] = "\n" + rows[0]
     for i, row in enumerate(rows):
-        write(f"in/{i:03}.txt", row)
+        write(f"in/{i:03}.txt", ("\ufeff" if i == 0 else "") + row)
     pieces = [piece for i in range(500) for piece in prepare.documents("a.txt", f"in/{i:03}.txt", "text")]
     assert len(pieces) > 1000
     file = ["--tokenizer_file", LLAMA2] if tokenizer == "llama2" else []
@@ -299,9 +300,9 @@ def test_what_is_held_out_is_not_trained_on(capsys):
     """By whole words of its name or its folders': contest is not left out, nor is latest."""
     for n, name in enumerate([
             "val", "b/Validation/0", "train/validset", "contest_train", "latest/train", "train/interval",
-            "train/to_hold", "test", "a/my-test_01", "test/0", "train/Test/0", "train.dev", "tests/train", "held-out",
+            "train/hin_Deva", "test", "a/my-test_01", "test/0", "train/Test/0", "train.dev", "tests/train", "held-out",
             "train/holdout", "testing/0", "hold-out", "testdata/0", "newsdiscusstest2015", "testsplit", "tst2013",
-            "wikiTest", "all/0"]):
+            "wikiTest", "QATest", "eng.testb", "lambada_development_plain_text", "testdev", "all/0"]):
         write(f"ids/{name}.bin", np.array([n], "<u2").tobytes())
         write(f"in/{name}.txt", str(n))
     os.remove("ids/all/0.bin")
@@ -310,7 +311,7 @@ def test_what_is_held_out_is_not_trained_on(capsys):
     for link, target in (("in/test_part", "part"), ("in/a0", "test"), ("in/a1", "b/Validation"),
                          ("in/tests/0.txt", "../all/0.txt")):
         os.symlink(target, link)
-    for left_out, argv in (16, ["import", "ids", "--name=ids"]), (17, COMMAND):
+    for left_out, argv in (20, ["import", "ids", "--name=ids"]), (21, COMMAND):
         prepare.main(argv)
         assert f"left out: {left_out} " in capsys.readouterr().out.splitlines()[0]
     for split, numbers in ("val", [0, 1, 2]), ("train", [3, 4, 5, 6]):
@@ -328,6 +329,9 @@ def test_what_is_held_out_is_not_trained_on(capsys):
     for name, *tops, last in ("files", *files), ("folders", "corpus/test", *folders[1:]), ("globbed", *folders):
         prepare.main(["text", f"--name={name}", "--input", *tops, "--input", last])
         assert (texts(name, "train"), texts(name, "val")) == (folders[1:2], folders[2:])
+    write("corpus/train/0.txt", "a")
+    prepare.main(["text", "--name=one", "--val_fraction=0", "--input", folders[0], "corpus/train/0.txt"])
+    assert texts("one", "train") == ["a"]
     write("dev/notes/a.txt", "a")
     write("b.txt", "b")
     prepare.main(["text", "--name=mixed", "--input", *folders, "b.txt"])
@@ -345,7 +349,7 @@ def test_capitals_and_links_are_read_and_hidden_files_counted(capsys):
     write("in/A.TXT", b"\xef\xbb\xbfmarked")
     write("in/B.JSONL", b"\xef\xbb\xbf" + jsonl(["record"]))
     write("elsewhere/C.Md", "linked")
-    for name in "in/._a.txt", "in/.git/b.txt", "in/c.png":
+    for name in "in/._a\n.txt", "in/.git/b.txt", "in/c.png":
         write(name, b"\xff")
     write("in/v2/d.txt", "in v2")
     for link, target in (("in/link", "../elsewhere"), ("in/once_more", "link"), ("in/loop", "."), ("in/.new", "v2"),
@@ -356,7 +360,8 @@ def test_capitals_and_links_are_read_and_hidden_files_counted(capsys):
     os.symlink("nowhere", "in/v2/e.txt")
     prepare.main(["text", "--name=mine", "--val_fraction=0", "--input", "in", "elsewhere", "in/A.TXT"])
     assert texts("mine", "train") == ["marked", "record", "linked", "in v2", "blob"]  # each once
-    assert "left out: 5 " in capsys.readouterr().out.splitlines()[0]
+    line = capsys.readouterr().out.splitlines()[0]
+    assert "left out: 5 " in line and line.endswith(r"/._a\n.txt'")
 
 @pytest.mark.parametrize("mended", [4, 5000])  # bytes
 def test_when_a_damaged_file_is_mended_the_same_command_goes_on(mended, monkeypatch):
