@@ -102,6 +102,7 @@ CHOICES = dict(preset=[name for name in PRESETS if "/" not in name], optimizer=[
                device=["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
 AT_LEAST_1 = ["n_layer", "n_head", "n_embd", "block_size", "batch_size", "qkv_split", "log_interval",
               "eval_interval", "checkpoint_interval"]  # other numbers may be 0
+AT_MOST_1 = ["momentum", "beta2", "decay_frac", "min_lr_frac"]
 world = int(os.environ.get("WORLD_SIZE", 1))  # as torchrun sets it
 rank = int(os.environ.get("RANK", 0)) % world  # a job script may set RANK alone
 local_rank = int(os.environ.get("LOCAL_RANK", rank)) % max(1, torch.cuda.device_count())  # of GPUs it sees
@@ -135,9 +136,9 @@ def configure(argv):
         print("set by PRESETS, unless by a flag:", *words, file=sys.stderr)
 
     for name, value in settings().items():
-        least = int(name in AT_LEAST_1)
-        if type(value) in (int, float) and not least <= value < math.inf:
-            parser.error(f"--{name}={value}: no number of at least {least}")
+        least, most = int(name in AT_LEAST_1), 1 if name in AT_MOST_1 else math.inf
+        if type(value) in (int, float) and not (least <= value <= most and value < math.inf):
+            parser.error(f"--{name}={value}: no number from {least} to {most}")
     if n_embd % (2 * n_head):
         parser.error(f"--n_embd={n_embd}: no multiple of 2 x n_head = {2 * n_head}")
     if 3 * n_embd % qkv_split:
@@ -167,7 +168,7 @@ class Shards:
         self.contents, self.starts = [], [0]  # starts: each shard's first window
         for file in self.files:
             header = np.fromfile(file, np.int32, 256).tolist()
-            if header[:2] != [20240520, 1] or file.stat().st_size != 1024 + 2 * header[2]:
+            if header[:3] != [20240520, 1, (file.stat().st_size - 1024) / 2]:
                 sys.exit(f"{file} is damaged or no shard of 16-bit ids; run: python prepare.py verify {name}")
             header[5] = header[5] or int(np.fromfile(file, np.uint16, 2**16, offset=1024).sum())  # others'
             self.contents.append(header[2:6])  # tokens, vocabulary, end of text, checksum
@@ -605,7 +606,7 @@ def main(argv):
     if of_rank_0 != [(facts, step)]:
         sys.exit(f"rank {rank} has other settings, data, code or checkpoints than rank 0; nodes share them")
 
-    if rank == 0 and log_file.exists() and not paths:
+    if rank == 0 and resume == "auto" and not paths and log_file.exists():
         print("an earlier start of this run saved nothing; it begins anew", file=sys.stderr)
         log_file.rename(f"{log_file}.{time.time_ns()}")
     log = open_log(log_file, model, facts) if rank == 0 else lambda *_: None

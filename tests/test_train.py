@@ -293,6 +293,9 @@ def test_a_log_without_a_checkpoint_is_put_aside_and_a_name_has_one_spelling():
     assert b"\n--learning_rate=0.02\n" in later and b"\n--learning_rate=0.01\n" in first.read_bytes()
     with pytest.raises(SystemExit, match="logs/run.txt exists"):
         train("./run/")
+    with pytest.raises(FileExistsError):  # another start of the name was faster
+        train("other", meddle=lambda module: setattr(module, "build_optimizers", lambda model: train("other")))
+    assert len(list(Path("logs").glob("other*"))) == 1
 
 def test_weights_alone_and_evaluation_alone():
     train("run")
@@ -371,14 +374,17 @@ MISTAKES = {
     "unknown optimizer": ("--optimizer=muonvs", "invalid choice: 'muonvs'"),
     "heads that do not divide": ("--n_head=3", "no multiple of 2 x n_head = 6"),
     "parts that do not divide": ("--qkv_split=5", "no divisor of 3 x n_embd = 96"),
-    "negative learning rate": ("--learning_rate=-1", "at least 0"),
-    "no number": ("--gamma=nan", "at least 0"),
-    "interval of 0": ("--eval_interval=0", "at least 1"),
+    "negative learning rate": ("--learning_rate=-1", "no number from 0"),
+    "no number": ("--gamma=nan", "no number from 0"),
+    "interval of 0": ("--eval_interval=0", "no number from 1"),
+    "updates for a fraction": ("--decay_frac=100", "no number from 0 to 1"),
     "dataset not prepared": ("--dataset=nope", "data/nope has no train shards"),
     "shards of two datasets": ("--dataset=tiny", "has ['other', 'tiny'] train shards, expected one dataset's",
                                lambda: write_shard("data/tiny/other_train_000001.bin", range(99))),
     "truncated shard": ("--dataset=tiny", "damaged or no shard of 16-bit ids; run: python prepare.py verify tiny",
                         lambda: os.truncate("data/tiny/tiny_train_000002.bin", 3023)),
+    "too short for a header": ("--dataset=tiny", "damaged or no shard",
+                               lambda: os.truncate("data/tiny/tiny_train_000002.bin", 8)),
     "shards for Llama 3": ("--dataset=tiny", "no shard of 16-bit ids",
                            lambda: np.array([20240801], np.int32).tofile("data/tiny/tiny_train.bin")),
     "an id beyond the vocabulary": ("--dataset=tiny", "has the id 300, beyond its tokenizer's 257",
