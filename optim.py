@@ -26,7 +26,8 @@ def newton_schulz(G, steps=5, eps=1e-7, dtype=None, coefficients=JORDAN, split=1
         # "dim": a _StridedShard is no Shard.
         parts = any(getattr(place, "dim", -1) >= G.ndim - 2 for place in G.placements)
         places = [Shard(0)] * G.device_mesh.ndim if parts else G.placements
-        own = G.to(dtype).redistribute(placements=places).to_local()
+        travels = torch.promote_types(dtype, torch.bfloat16)  # fp16 needs what is normalised
+        own = G.to(travels).redistribute(placements=places).to_local()
         O = newton_schulz(own, steps, eps, dtype, coefficients, split)
         O = DTensor.from_local(O, G.device_mesh, places, shape=G.shape, stride=G.stride())
         return O.redistribute(placements=G.placements)
@@ -246,21 +247,20 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _update(self, group, params):
-        device = params[0].device.type
         own = [self._state(group, p) for p in params]
         states = {name: [state[name] for state in own] for name in VARIANTS[group["variant"]][1:]}
         states["W"] = [p.detach() for p in params]
         options = {name: value for name, value in group.items() if name in self.defaults}
         options["t"] = own[0]["step"] + 1
         for name, value in options.items():  # numbers as tensors, which recompile nothing
-            constant = name in ("nesterov", "ns_steps", "split")
-            constant |= (name, value) == ("power", 1)  # which the compiler leaves out
-            if isinstance(value, int | float) and not constant:
+            if name in ("nesterov", "ns_steps", "split") or (name, value) == ("power", 1):
+                options[name] = int(value)  # but for these, which a graph is made for
+            elif isinstance(value, int | float):
                 options[name] = torch.tensor(value, dtype=torch.float64, device="cpu")
         eager = not group["compile"] or isinstance(params[0], DTensor)
         run = update if eager else compiled_update
         try:
-            with (torch.autocast(device, enabled=False),
+            with (torch.autocast(params[0].device.type, enabled=False),
                   torch._dynamo.config.patch(recompile_limit=256)):  # a graph for each shape
                 run([p.grad for p in params], states, **options)
         except torch._dynamo.exc.TorchDynamoException as error:

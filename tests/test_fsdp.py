@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common import on_ranks, train, write_tiny
-from optim import VARIANTS, Muon
+from optim import VARIANTS, Muon, newton_schulz
 from test_optim import on_groups, parameters, run, set_gradients
 
 SHAPES = [(24, 16), (24, 16), (10, 24), (1, 5)]  # divided evenly, unevenly, and none for some ranks
@@ -83,6 +83,7 @@ def sharded_is_whole(rank, world, folder):
     torch.testing.assert_close(part.full_tensor(), q, rtol=1e-4, atol=1e-6)
 
     rows = nn.Parameter(on(line, [Shard(0)])(q.detach()))  # what a wrapper keeps is placed like its parameter
+    assert newton_schulz(1e6 * rows, steps=0, dtype=torch.float16).full_tensor().isfinite().all()
     opt = Muon([rows])
     opt.state[rows]["slow_copy"] = rows.detach().clone()
     saved = [opt.full_state_dict()]
