@@ -457,7 +457,7 @@ def test_ranks(tmp_path):
 @pytest.mark.filterwarnings("error::UserWarning", "ignore:.*Online softmax|.*deprecated:UserWarning")
 @torch._dynamo.config.patch(recompile_limit=1)  # a thread has torch's own limit, not what another has set
 def test_compiled_is_eager_and_nothing_that_changes_recompiles(variant, scale, ns_dtype):
-    """New lr, weight decay, momentum, γ, power, β₂, steps: no new graph. The same numbers to rounding (None: bf16's)."""
+    """New lr, weight decay, momentum, γ, power, β₂, steps: no new graph. The same numbers to rounding (None: bf16)."""
     results, graphs = [], lambda: torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for compile in (False, True, None):
         params = parameters((24, 16), (24, 16), (4, 64, 128))
