@@ -26,7 +26,7 @@ def newton_schulz(G, steps=5, eps=1e-7, dtype=None, coefficients=JORDAN, split=1
         # "dim": a _StridedShard is no Shard.
         parts = any(getattr(place, "dim", -1) >= G.ndim - 2 for place in G.placements)
         places = [Shard(0)] * G.device_mesh.ndim if parts else G.placements
-        travels = torch.promote_types(dtype, torch.bfloat16)  # fp16 needs what is normalised
+        travels = torch.promote_types(dtype, torch.bfloat16)  # not fp16: G may overflow it
         own = G.to(travels).redistribute(placements=places).to_local()
         O = newton_schulz(own, steps, eps, dtype, coefficients, split)
         O = DTensor.from_local(O, G.device_mesh, places, shape=G.shape, stride=G.stride())

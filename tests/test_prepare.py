@@ -299,7 +299,7 @@ def test_an_import_refuses_ids_of_another_width():
 def test_what_is_held_out_is_not_trained_on(capsys):
     """By whole words of its name or its folders': contest is not left out, nor is latest."""
     for n, name in enumerate([
-            "val", "b/Validation/0", "train/validset", "contest_train", "latest/train", "train/interval",
+            "val", "b/Validation/0", "train/validset", "contest_train", "latest/train", "train/interval", "train/hold",
             "train/hin_Deva", "test", "a/my-test_01", "test/0", "train/Test/0", "train.dev", "tests/train", "held-out",
             "train/holdout", "testing/0", "hold-out", "testdata/0", "newsdiscusstest2015", "testsplit", "tst2013",
             "wikiTest", "QATest", "eng.testb", "lambada_development_plain_text", "testdev", "all/0"]):
@@ -314,7 +314,7 @@ def test_what_is_held_out_is_not_trained_on(capsys):
     for left_out, argv in (20, ["import", "ids", "--name=ids"]), (21, COMMAND):
         prepare.main(argv)
         assert f"left out: {left_out} " in capsys.readouterr().out.splitlines()[0]
-    for split, numbers in ("val", [0, 1, 2]), ("train", [3, 4, 5, 6]):
+    for split, numbers in ("val", [0, 1, 2]), ("train", [3, 4, 5, 6, 7]):
         assert sorted(tokens("ids", split)) == numbers == sorted(map(int, texts("mine", split)))
     prepare.main(["import", "ids", "--name=few", "--tokens=1"])  # what validates is not counted
     assert [len(tokens("few", split)) for split in ("val", "train")] == [3, 1]
