@@ -36,8 +36,8 @@ MAGIC, HEADER, SHARD_TOKENS = 20240520, 1024, 100_000_000  # HEADER in bytes
 TEXT, RECORDS = (".txt", ".md", ".py"), (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".parquet")
 BLOCK, BATCH, GROUP = 1 << 16, 1 << 20, 64 << 20  # read of a text at a time; for a thread; files that are one input
 # what a file is for, by words of its name and folders; the first that fits counts
-WORDS = {"test": "(news[a-z]*)?(te?st[ab]?|dev(el(opment)?)?|eval(uation)?)(s|ing|set|split|data|test|dev)?|held|"
-         "h[eo]ld *out(s|set)?", "val": "val(id(ation)?)?(s|set|split|data)?", "train": "train(ing|set|split|data)?"}
+WORDS = {"test": "(news[a-z]*)?(te?st[ab]?|dev(el(opment)?)?|eval(uation)?)(ing|set|split|data|test|dev)?s?|held|"
+         "h[eo]ld *out(s|set)?", "val": "val(id(ation)?)?(set|split|data)?s?", "train": "train(ing|set|split|data)?"}
 
 @contextlib.contextmanager
 def in_one_line(what, mend):
@@ -172,7 +172,7 @@ def in_threads(workers, function, jobs):
 
 def read_ids(address, val, vocab):
     """Yield [(split, ids)] of a file of ids, nanoGPT's or a shard."""
-    with in_one_line(address, "is it whole, and are its ids of this --tokenizer?"), open_file(address) as f:
+    with in_one_line(address, "is it whole, with 16-bit ids of this --tokenizer?"), open_file(address) as f:
         magic, _, tokens, header_vocab = np.frombuffer(f.read(16).ljust(16, b"\0"), "<u4").tolist()
         size, skip = f.seek(0, os.SEEK_END), HEADER if magic == MAGIC else 0
         if skip and (size != HEADER + 2 * tokens or header_vocab not in (0, vocab)):
@@ -208,8 +208,8 @@ def read_manifest(what):
     folder = Path("" if "/" in what else "data", what)
     with contextlib.suppress(OSError, ValueError):
         return folder, json.loads((folder / "manifest.json").read_text())
-    sys.exit(f"{folder} was not made by prepare.py: no manifest.json of it; shards of others: "
-             f"python prepare.py import {folder} --name ANOTHER" if folder.exists() else f"{folder} does not exist")
+    mend = f"python prepare.py import {folder} --name ANOTHER" if any(folder.glob("*.bin")) else "give another name"
+    sys.exit(f"{folder} has no manifest.json of prepare.py's; {mend}")
 
 def build(args, source, files, validates=None):
     """Make data/NAME/ of files of text or, without validates(), of ids. The manifest has a digest of the files that are
@@ -266,7 +266,7 @@ def build(args, source, files, validates=None):
     train, val = (args.name if tokens[split] else own.get("pair", "ANOTHER") for split in ("train", "val"))
     lacking = " or ".join(split for split in tokens if not tokens[split])
     flags = "" if train == "pysrc" else f" --dataset={train} --run_name={train}"
-    print(f"{final} has no {lacking} tokens: give more text (import: files named {lacking}), or train with "
+    print(f"{final} has no {lacking} tokens: give more text or --tokens (import: files named {lacking}), or train with "
           f"--dataset={train} --val_dataset={val}" if lacking else
           f"next: python {own.get('next', 'train_gpt.py')}{flags}")
 
@@ -294,8 +294,8 @@ def find(tops, endings, splits):
         for name, path in below(Path(top)):
             real, depth = os.path.realpath(path), name.count("/") + 2
             near, real_near = ("/".join(Path(os.path.relpath(p)).parts[-depth:]) for p in (path, real))
-            where = f"/{os.path.relpath(path, base)}/{near}/{real_near}/"
-            words[real] = words.get(real, "") + re.sub(r"\B(?=[A-Z][a-z])|(?<=[a-z])(?=[A-Z])|[\W\d_]+", " ", where)
+            where = re.sub(r"[\W\d_]+", " ", f"/{os.path.relpath(path, base)}/{near}/{real_near}/")
+            words[real] = words.get(real, "") + where + re.sub(r"\B(?=[A-Z][a-z])|(?<=[a-z])(?=[A-Z])", " ", where)
             fits = name.lower().endswith(endings) and "/." not in f"/{name}" and os.path.exists(path)
             if fits and os.path.getsize(path):
                 found.setdefault(real, (near, path))
@@ -323,16 +323,16 @@ def prepare_pysrc(args):
 def prepare_text(args):
     files = find(args.input, TEXT + RECORDS, ("train", "val", None))
     fraction = 0 if any(val for *_, val in files) else args.val_fraction  # a given split is not drawn
-    texts = [file for file in files if file[0].lower().endswith(TEXT)]  # a document each
-    tables = [file for file in files if file[0].lower().endswith(RECORDS)]
-    rows = (row for name, path, _ in tables for row in documents(name, path, args.field))
+    texts = {name for name, *_ in files if name.lower().endswith(TEXT)}  # a document each
+    rows = (text for name, path, _ in files if name not in texts for text, *_ in documents(name, path, args.field))
     # at least one document validates: the first row, or else the text of lowest hash
-    first = files.index(tables[0] if tables else min(texts, key=lambda file: share(file[0])))
-    source = {"val_fraction": args.val_fraction, "always": files[first][0]}
+    row = [*itertools.islice(rows, 1)]
+    always = min(row or texts or [""], key=share)
+    source = {"val_fraction": args.val_fraction, "always": share(always)}
     enough = math.ceil(1 / fraction) if fraction > 0 else 0
-    if sum(1 for _ in itertools.islice(itertools.chain(texts, rows), enough)) < enough:  # then the end of each does
+    if sum(1 for _ in itertools.islice(itertools.chain(texts, row, rows), enough)) < enough:  # then the end of each
         files, fraction = [(name, path, fraction) for name, path, _ in files], 0
-    build(args, source, files, lambda number, key: fraction > 0 and (number == first or share(key) < fraction))
+    build(args, source, files, lambda number, key: fraction > 0 and (key == always or share(key) < fraction))
 
 def prepare_import(args):
     files = find([args.what], (".bin",), ("train", "val"))
@@ -340,7 +340,7 @@ def prepare_import(args):
         magic, ids = np.fromfile(path, "<u4", 1).tolist(), np.fromfile(path, "<u2", BATCH)
         high, low = sorted([(ids[::2] > 15).sum(), (ids[1::2] > 15).sum()])  # in wider numbers few high halves are
         other = {b"\x93NUM": "a file of NumPy's", b"LITP": "a file of lit-gpt's"}.get(ids[:2].tobytes())
-        wide = magic == [20240801] or 100 * high < len(ids) // 2 and low > 15
+        wide = magic == [20240801] or low > 15 and (100 * high < len(ids) // 2 or not (ids[::2] & 255).any())
         text = ((ids > 0x8ff) & (ids & 0x8080 == 0)).sum() > 0.6 * max(9, len(ids))  # ASCII in pairs
         looks = other or ("ids of 32 bits or 64, not 16" if wide else "text" if text else "ids of characters")
         if magic != [MAGIC] and (wide or other or text or Path(path).with_name("meta.pkl").exists()):

@@ -109,7 +109,7 @@ def test_every_kind_of_file_gives_its_documents_in_order(monkeypatch):
     monkeypatch.setattr(prepare, "BATCH", 99)
     rows, a = [[1000 * "=" + row for row in sentences(30, seed)] for seed in range(5)], "\r\n".join(sentences(9, 9))
     write("in/a.txt", a)
-    write("in/a0.parquet", parquet([]))
+    write("in/0.parquet", parquet([]))
     write("in/b.parquet", parquet([*rows[0], None, ""]))
     with pyarrow.parquet.ParquetWriter("in/b0.parquet", schema := pyarrow.schema({"text": "string"})) as file:
         for part in [], ["r0"], [], ["r1"]:
@@ -250,9 +250,9 @@ def test_import_refuses_what_is_cut_or_of_another_tokenizer():
 
 def test_of_others_shards_one_line_says_what_was_found_and_what_to_run(capsys):
     write_shard("data/llmc/tiny_shakespeare_train.bin", range(500), ours=False)
-    refused("no manifest.json of it; .*python prepare.py import data/llmc ", "verify", "llmc")
-    refused("data/lmlc does not exist", "verify", "lmlc")
-    refused("not made by prepare.py", "import", "data/llmc", "--name", "llmc")
+    refused("no manifest.json of prepare.py's; python prepare.py import data/llmc ", "verify", "llmc")
+    refused("data/lmlc has no manifest.json", "verify", "lmlc")
+    refused("no manifest.json of prepare.py", "import", "data/llmc", "--name", "llmc")
     write("llama3/edu_fineweb_train_000001.bin", np.array([20240801, 7, 128_000], "<u4").tobytes())
     refused("llama3/.* ids of 32 bits.*python prepare.py text", "import", "llama3", "--name", "llama3")
     write("chars/train.bin", np.arange(65, dtype="<u2").tobytes())
@@ -287,6 +287,7 @@ def test_an_import_refuses_ids_of_another_width():
     np.save(numpys := io.BytesIO(), ids.astype("<u2"))
     for part, looks in ((Path(__file__).read_bytes(), "text"), ((ids % 65).astype("u1"), "text"),
                         ((ids % 65).astype(">i4"), "ids of 32 bits or 64, not 16"),
+                        ((ids % 65).astype("<f8"), "ids of 32 bits or 64, not 16"),
                         (numpys.getvalue(), "a file of NumPy's"), (b"LITPKDS  ", "a file of lit-gpt's")):
         write("wide/train.bin", bytes(part))
         refused(f"wide/train.bin looks like {looks}; ", "import", "wide", "--name=wide")
@@ -302,7 +303,8 @@ def test_what_is_held_out_is_not_trained_on(capsys):
             "val", "b/Validation/0", "train/validset", "contest_train", "latest/train", "train/interval", "train/hold",
             "train/hin_Deva", "test", "a/my-test_01", "test/0", "train/Test/0", "train.dev", "tests/train", "held-out",
             "train/holdout", "testing/0", "hold-out", "testdata/0", "newsdiscusstest2015", "testsplit", "tst2013",
-            "wikiTest", "QATest", "eng.testb", "lambada_development_plain_text", "testdev", "all/0"]):
+            "wikiTest", "QATest", "eng.testb", "lambada_development_plain_text", "testdev", "testsets/0", "HELDout",
+            "all/0"]):
         write(f"ids/{name}.bin", np.array([n], "<u2").tobytes())
         write(f"in/{name}.txt", str(n))
     os.remove("ids/all/0.bin")
@@ -311,7 +313,7 @@ def test_what_is_held_out_is_not_trained_on(capsys):
     for link, target in (("in/test_part", "part"), ("in/a0", "test"), ("in/a1", "b/Validation"),
                          ("in/tests/0.txt", "../all/0.txt")):
         os.symlink(target, link)
-    for left_out, argv in (20, ["import", "ids", "--name=ids"]), (21, COMMAND):
+    for left_out, argv in (22, ["import", "ids", "--name=ids"]), (23, COMMAND):
         prepare.main(argv)
         assert f"left out: {left_out} " in capsys.readouterr().out.splitlines()[0]
     for split, numbers in ("val", [0, 1, 2]), ("train", [3, 4, 5, 6, 7]):
