@@ -128,16 +128,17 @@ def configure(argv):
         parser.add_argument(f"--{name}", type=kind, choices=CHOICES.get(name), metavar=f"{value}",
                             help=comments.get(name))
     edited = [f"--{name}={globals()[name]}" for name in CHOICES]  # which are checked as flags are
-    globals().update(vars(parser.parse_args(edited + argv)))  # now preset and optimizer are known
-    overrides = PRESETS[preset] | PRESETS.get(f"{preset}/{optimizer}", {})
+    args = parser.parse_args(edited + argv)
+    overrides = PRESETS[args.preset] | PRESETS.get(f"{args.preset}/{args.optimizer}", {})
     words = [f"--{name}={x}" for name, x in overrides.items()]
-    globals().update(vars(parser.parse_args(words + argv)))  # of two flags the last counts
+    globals().update(vars(parser.parse_args(edited + words + argv)))  # of two flags the last counts
     if words and rank == 0:
         print("set by PRESETS, unless by a flag:", *words, file=sys.stderr)
 
     for name, value in settings().items():
-        least, most = int(name in AT_LEAST_1), 1 if name in AT_MOST_1 else math.inf
-        if type(value) in (int, float) and not (least <= value <= most and value < math.inf):
+        least = 1 if name in AT_LEAST_1 else 0
+        most = 1 if name in AT_MOST_1 else sys.float_info.max  # which is finite
+        if type(value) in (int, float) and not least <= value <= most:
             parser.error(f"--{name}={value}: no number from {least} to {most}")
     if n_embd % (2 * n_head):
         parser.error(f"--n_embd={n_embd}: no multiple of 2 x n_head = {2 * n_head}")
@@ -170,10 +171,12 @@ class Shards:
             header = np.fromfile(file, np.int32, 256).tolist()
             if header[:3] != [20240520, 1, (file.stat().st_size - 1024) / 2]:
                 sys.exit(f"{file} is damaged or no shard of 16-bit ids; run: python prepare.py verify {name}")
-            header[5] = header[5] or int(np.fromfile(file, np.uint16, 2**16, offset=1024).sum())  # others'
-            self.contents.append(header[2:6])  # tokens, vocabulary, end of text, checksum
-            self.starts.append(self.starts[-1] + max(0, header[2] - 1) // block_size)
-        self.vocab, self.eot = header[3:5] if header[3] else (50257, 50256)  # others' shards have GPT-2's
+            tokens, self.vocab, self.eot, checksum = header[2:6]
+            if not self.vocab:  # llm.c's and modded-nanogpt's: GPT-2's ids, no checksum
+                self.vocab, self.eot = 50257, 50256
+                checksum = int(np.fromfile(file, np.uint16, 2**16, offset=1024).sum())
+            self.contents.append([tokens, self.vocab, self.eot, checksum])
+            self.starts.append(self.starts[-1] + max(0, tokens - 1) // block_size)
         self.n_windows = self.starts[-1]
         if not self.n_windows:
             sys.exit(f"--block_size={block_size} is longer than any {split} shard of {self.folder}")
@@ -328,7 +331,7 @@ def update(step, parallel, optimizers, shards):
     micro_batches = range(first + rank * micro_batch_size, end, world * micro_batch_size)
     loss = 0.0
     for start in micro_batches:
-        parallel.require_backward_grad_sync = start == micro_batches[-1]  # DDP's; FSDP reduces each time
+        parallel.require_backward_grad_sync = start == micro_batches[-1]  # for DDP alone
         x_BT, y_BT = shards.batch(start, micro_batch_size)
         part = parallel(x_BT, y_BT) / len(micro_batches)
         part.backward()
@@ -485,7 +488,7 @@ def build_model(vocab):
         torch._dynamo.config.recompile_limit = 256  # where a fork's blocks differ, each has its own
         for block in model.blocks:
             block.compile(dynamic=False)
-        Model.loss = torch.compile(Model.loss, dynamic=False)  # of the class, not of this model's copies
+        Model.loss = torch.compile(Model.loss, dynamic=False)  # on the class: copies of the model share it
         if rank == 0:
             print("compiling, a minute or two, within the first validation and the first update", flush=True)
     return model
@@ -554,7 +557,7 @@ def train(model, optimizers, shards, val_shards, facts, step, train_time, log):
                 loss, norm = over_ranks(loss).item() / world, optim.whole_on_cpu(norm).item()
                 recent = dict(train_loss=loss, grad_norm=norm, lr=lr)
             if done > 1:
-                seconds = time.perf_counter() - last_time  # behind item(), which waits for a GPU
+                seconds = time.perf_counter() - last_time  # after item(), which waits for a GPU
                 train_time += seconds
                 tokens_per_s = (first_sequence(step) - first_sequence(last_step)) * block_size / seconds
                 recent |= dict(tokens_per_s=tokens_per_s, mfu=mfu(model, tokens_per_s),
@@ -600,11 +603,10 @@ def main(argv):
         step, train_time, changed = load_checkpoint(paths, model, optimizers, facts)
     elif init_from:
         load_checkpoint([init_from], model, [], facts)
-    of_rank_0 = [(facts, step)]
     if world > 1:
-        dist.broadcast_object_list(of_rank_0)
-    if of_rank_0 != [(facts, step)]:
-        sys.exit(f"rank {rank} has other settings, data, code or checkpoints than rank 0; nodes share them")
+        dist.broadcast_object_list(of_rank_0 := [facts, step])
+        if of_rank_0 != [facts, step]:
+            sys.exit(f"rank {rank} has other settings, data, code or checkpoints than 0; nodes share them")
 
     if rank == 0 and resume == "auto" and not paths and log_file.exists():
         print("an earlier start of this run saved nothing; it begins anew", file=sys.stderr)
