@@ -50,7 +50,7 @@ def norm(X, split):
     """For each row the Frobenius norm of its matrix, one of `split`: (..., m, 1)."""
     parts = X.square().sum(-1, keepdim=True).chunk(split, -2)  # a DTensor gathers shared-out rows
     norms = torch.cat([part.sum(-2, keepdim=True).expand_as(part) for part in parts], -2)
-    return norms.sqrt().clamp_min(1e-30)
+    return norms.sqrt().clamp_min(1e-15)  # squares of less are 0
 
 def upcast(t):
     """t in the precision that rules compute in: fp32, or fp64 for fp64."""
@@ -257,6 +257,9 @@ class Muon(torch.optim.Optimizer):
                 options[name] = int(value)  # but for these, which a graph is made for
             elif isinstance(value, int | float):
                 options[name] = torch.tensor(value, dtype=torch.float64, device="cpu")
+            elif name == "ns_coefficients":  # graphs do not tell NumPy's floats apart
+                triples = value if hasattr(value[0], "__len__") else [value]
+                options[name] = [tuple(map(float, triple)) for triple in triples]
         eager = not group["compile"] or isinstance(params[0], DTensor)
         run = update if eager else compiled_update
         try:

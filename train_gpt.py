@@ -337,6 +337,7 @@ def update(step, parallel, optimizers, shards):
         part.backward()
         loss += part.detach()
     norm = nn.utils.clip_grad_norm_(parallel.parameters(), grad_clip or math.inf)
+    torch.manual_seed(hash((seed, step)))  # for an optimizer that rounds at random: alike on all ranks
     for opt in optimizers:
         opt.step()
         opt.zero_grad()
@@ -567,8 +568,9 @@ def train(model, optimizers, shards, val_shards, facts, step, train_time, log):
             figures = dict(val_loss=val_loss, train_time=train_time, step_avg=step_avg, val_acc=val_acc)
             figures = {name: x for name, x in (figures | recent).items() if x is not None}
             log(f"step:{step}/{max_iters}", figures, step)
-            if not all(map(math.isfinite, figures.values())):
-                log(f"diverged: no finite loss or gradient at update {step}; try a lower --learning_rate")
+            weights = optim.whole_on_cpu(nn.utils.get_total_norm(model.parameters())).item()
+            if not all(map(math.isfinite, [weights, *figures.values()])):
+                log(f"diverged: no finite loss, gradient or weights at update {step}; lower --learning_rate")
                 sys.exit(1)
 
             stop = over_ranks(torch.tensor(len(signals), device=device)) > 0
@@ -602,18 +604,18 @@ def main(argv):
     if paths:
         step, train_time, changed = load_checkpoint(paths, model, optimizers, facts)
     elif init_from:
-        load_checkpoint([init_from], model, [], facts)
+        *_, changed = load_checkpoint([init_from], model, [], facts)
     if world > 1:
         dist.broadcast_object_list(of_rank_0 := [facts, step])
-        if of_rank_0 != [facts, step]:
-            sys.exit(f"rank {rank} has other settings, data, code or checkpoints than 0; nodes share them")
+        if over_ranks(torch.tensor(int(of_rank_0 != [facts, step]), device=device)):
+            sys.exit("ranks have other settings, data, code or checkpoints than rank 0; nodes share them")
 
     if rank == 0 and resume == "auto" and not paths and log_file.exists():
         print("an earlier start of this run saved nothing; it begins anew", file=sys.stderr)
         log_file.rename(f"{log_file}.{time.time_ns()}")
     log = open_log(log_file, model, facts) if rank == 0 else lambda *_: None
-    if paths:
-        log(f"resumed:step:{step} world_size:{world} changed:{changed}")
+    if paths or init_from:
+        log(f"{'resumed' if paths else 'begun'}:step:{step} world_size:{world} changed:{changed}")
     train(model, optimizers, shards, val_shards, facts, step, train_time, log)
     if world > 1 and device == "cuda":
         dist.destroy_process_group()  # gloo's ends with the process; destroying it may hang

@@ -85,6 +85,8 @@ def sharded_is_whole(rank, world, folder):
     rows = nn.Parameter(on(line, [Shard(0)])(q.detach()))  # what a wrapper keeps is placed like its parameter
     assert newton_schulz(1e6 * rows, steps=0, dtype=torch.float16).full_tensor().isfinite().all()
     opt = Muon([rows])
+    rows.grad = rows.detach().clone()
+    opt.step()  # a whole state is loaded into one in parts
     opt.state[rows]["slow_copy"] = rows.detach().clone()
     saved = [opt.full_state_dict()]
     dist.broadcast_object_list(saved)
@@ -132,11 +134,12 @@ def two_pairs(rank, world, folder):
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     params = parameters((16, 8), (8, 16), (16, 8), seed=rank // 2)
     opt = Muon(params, process_group=pairs[rank // 2], compile=False)
-    run(opt, params, 3)
+    run(opt, params, 3, start=rank // 2)
     everyone, saved = [None] * 4, opt.full_state_dict()
     dist.all_gather_object(everyone, [p.tolist() for p in params])
     assert everyone[0] == everyone[1] != everyone[2] == everyone[3]
     assert len(opt.state) == (2, 1)[rank % 2] and len(saved) == (2, 0)[rank % 2]
+    assert rank % 2 or saved["state"][0]["momentum"].equal(opt.state[params[0]]["momentum"])
 
 def someones_script(rank, world, folder):
     """Its checkpoint of four ranks goes on at three and at two, as it did there to fp32 rounding."""
