@@ -386,6 +386,7 @@ def update(step, parallel, optimizers, shards):
 
 # ---- Evaluation ----
 def over_ranks(value, op=dist.ReduceOp.SUM):
+    value = torch.as_tensor(value, device=device)
     if world > 1:
         dist.all_reduce(value, op)
     return value
@@ -570,13 +571,13 @@ def memory(optimizers):
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     buffers = [t for opt in optimizers for entry in opt.state.values() for t in entry.values()]
     state = sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in buffers if torch.is_tensor(t))
-    most = torch.tensor([torch.cuda.max_memory_allocated() or rss, state], device=device) / 2**20
-    peak, state = over_ranks(most, dist.ReduceOp.MAX).tolist()
+    peak = torch.cuda.max_memory_allocated() or rss
+    peak, state = (over_ranks([peak, state], dist.ReduceOp.MAX) / 2**20).tolist()
     return dict(peak_memory_mib=peak, optimizer_state_mib=state)
 
 def train(model, optimizers, shards, val_shards, facts, step, train_time, log):
-    """Each turn evaluates, logs and saves, if due, then updates. The clock counts updates alone, but not the
-    first of a start, which compiles."""
+    """Evaluates, logs and saves, where due, then updates until something is. The clock counts updates alone,
+    but not the first of a start, which compiles."""
     first_step, first_time = step, train_time
     signals = []  # after one the run saves and stops at its next log line
     def on_signal(number, frame):
@@ -586,45 +587,45 @@ def train(model, optimizers, shards, val_shards, facts, step, train_time, log):
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # which nohup sets
             signal.signal(number, on_signal)
-    def due(interval):
-        return step >= max_iters or step % interval == 0
+    def due(*intervals):
+        return step >= max_iters or any(step % interval == 0 for interval in intervals)
 
     parallel = nn.parallel.DistributedDataParallel(model) if world > 1 and not fsdp else model
+    recent = {}  # what the last updates measured
     while True:
-        done = step - first_step  # updates of this start
-        if done <= 1 or any(map(due, (log_interval, eval_interval, checkpoint_interval))):
-            recent = {}  # what updates measured
-            if done:
-                lr = optimizers[0].param_groups[0]["lr"]  # of the matrices
-                loss, norm = over_ranks(loss).item() / world, optim.whole_on_cpu(norm).item()
-                recent = dict(train_loss=loss, grad_norm=norm, lr=lr)
-            if done > 1:
-                seconds = time.perf_counter() - last_time  # after item(), which waits for a GPU
-                train_time += seconds
-                tokens_per_s = (first_sequence(step) - first_sequence(last_step)) * block_size / seconds
-                recent |= dict(tokens_per_s=tokens_per_s, mfu=mfu(model, tokens_per_s),
-                               time_left=seconds / (step - last_step) * (max_iters - step))
-            val_loss, val_acc = evaluate(model, val_shards) if due(eval_interval) else (None, None)
-            step_avg = 1000 * (train_time - first_time) / max(1, done - 1)
-            figures = dict(val_loss=val_loss, train_time=train_time, step_avg=step_avg, val_acc=val_acc)
-            figures = {name: x for name, x in (figures | recent).items() if x is not None}
-            log(f"step:{step}/{max_iters}", figures, step)
-            weights = optim.whole_on_cpu(nn.utils.get_total_norm(model.parameters())).item()
-            if not all(map(math.isfinite, [weights, *figures.values()])):
-                log(f"diverged: no finite loss, gradient or weights at update {step}; lower --learning_rate")
-                sys.exit(1)
+        val_loss, val_acc = evaluate(model, val_shards) if due(eval_interval) else (None, None)
+        step_avg = 1000 * (train_time - first_time) / max(1, step - first_step - 1)
+        figures = dict(val_loss=val_loss, train_time=train_time, step_avg=step_avg, val_acc=val_acc)
+        figures = {name: x for name, x in (figures | recent).items() if x is not None}
+        log(f"step:{step}/{max_iters}", figures, step)
+        weights = optim.whole_on_cpu(nn.utils.get_total_norm(model.parameters())).item()
+        if not all(map(math.isfinite, [weights, *figures.values()])):
+            log(f"diverged: no finite loss, gradient or weights at update {step}; lower --learning_rate")
+            sys.exit(1)
 
-            stop = over_ranks(torch.tensor(len(signals), device=device)) > 0
-            if stop or done and due(checkpoint_interval):
-                save_checkpoint(model, optimizers, facts, step=step, train_time=train_time)
-            if step >= max_iters:
-                final = dict(val_loss=val_loss, val_acc=val_acc, train_time=train_time)
-                return log("final", final | memory(optimizers), step)
-            if stop:
-                return log("stopped; the same command with --resume=auto goes on")
-            last_step, last_time = step, time.perf_counter()
-        loss, norm = update(step, parallel, optimizers, shards)
-        step += 1
+        stop = over_ranks(len(signals)) > 0
+        if stop or step > first_step and due(checkpoint_interval):
+            save_checkpoint(model, optimizers, facts, step=step, train_time=train_time)
+        if step >= max_iters:
+            final = dict(val_loss=val_loss, val_acc=val_acc, train_time=train_time)
+            return log("final", final | memory(optimizers), step)
+        if stop:
+            return log("stopped; the same command with --resume=auto goes on")
+
+        last_step, last_time = step, time.perf_counter()
+        while True:
+            loss, norm = update(step, parallel, optimizers, shards)
+            step += 1
+            if last_step == first_step or due(log_interval, eval_interval, checkpoint_interval):
+                break
+        loss, norm = over_ranks(loss).item() / world, optim.whole_on_cpu(norm).item()
+        recent = dict(train_loss=loss, grad_norm=norm, lr=optimizers[0].param_groups[0]["lr"])
+        if last_step > first_step:
+            seconds = time.perf_counter() - last_time  # after item(), which waits for a GPU
+            train_time += seconds
+            tokens_per_s = (first_sequence(step) - first_sequence(last_step)) * block_size / seconds
+            recent |= dict(tokens_per_s=tokens_per_s, mfu=mfu(model, tokens_per_s),
+                           time_left=seconds / (step - last_step) * (max_iters - step))
 
 def main(argv):
     configure(argv)
@@ -648,7 +649,7 @@ def main(argv):
         *_, changed = load_checkpoint([init_from], model, [], facts)
     if world > 1:
         dist.broadcast_object_list(of_rank_0 := [facts, step])
-        if over_ranks(torch.tensor(int(of_rank_0 != [facts, step]), device=device)):
+        if over_ranks(int(of_rank_0 != [facts, step])):
             sys.exit("ranks have other settings, data, code or checkpoints than rank 0; nodes share them")
 
     if rank == 0 and resume == "auto" and not paths and log_file.exists():
