@@ -246,6 +246,7 @@ class Muon(torch.optim.Optimizer):
             p.copy_(dense)
         return loss
 
+    @torch._dynamo.config.patch(recompile_limit=256)  # a graph for each shape
     def _update(self, group, params):
         own = [self._state(group, p) for p in params]
         states = {name: [state[name] for state in own] for name in VARIANTS[group["variant"]][1:]}
@@ -263,8 +264,7 @@ class Muon(torch.optim.Optimizer):
         eager = not group["compile"] or isinstance(params[0], DTensor)
         run = update if eager else compiled_update
         try:
-            with (torch.autocast(params[0].device.type, enabled=False),
-                  torch._dynamo.config.patch(recompile_limit=256)):  # a graph for each shape
+            with torch.autocast(params[0].device.type, enabled=False):
                 run([p.grad for p in params], states, **options)
         except torch._dynamo.exc.TorchDynamoException as error:
             raise RuntimeError("torch.compile failed; try Muon(..., compile=False)") from error
