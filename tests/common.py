@@ -14,7 +14,7 @@ TINY = dict(dataset="tiny", n_layer=1, n_head=2, n_embd=32, block_size=16, batch
             optimizer="muon-vs", val_dataset="", dtype="float32", compile=False, device="cpu")
 
 def fresh(script="train_gpt.py", **settings):
-    """A fresh copy of the script's module, with these globals."""
+    """A fresh copy of the script's module, with these globals or functions."""
     spec = importlib.util.spec_from_file_location(Path(script).stem + "_fresh", ROOT / script)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -42,7 +42,6 @@ def assert_equal(a, b):
     """Two checkpoints' weights and optimizer states, bit for bit."""
     for part in "model", "optimizer":
         torch.testing.assert_close(a[part], b[part], rtol=0, atol=0)
-    assert a["optimizer"].keys() == a["model"].keys()
 
 def on_ranks(world, **run):
     """train() on `world` ranks, told no more than srun can tell them. What a rank exits with is in exit-RANK."""

@@ -7,8 +7,7 @@ import torch
 
 from common import ROOT, on_ranks, train, write_tiny
 
-SOURCE = (ROOT / "train_gpt.py").read_text()
-MUON = re.search(r"(?s) +optimizers.append\(optim.Muon\(.*?compile=compile\)\)\n", SOURCE)[0]
+MUON = re.search(r"(?s) +optimizers.append\(optim.Muon\(.*?=compile\)\)\n", (ROOT / "train_gpt.py").read_text())[0]
 FORKS = {  # file, what is there, what comes instead (... between places); the run's flags
     "a batch-size schedule": ("train_gpt.py", """
     return step * batch_size
@@ -41,14 +40,12 @@ FORKS = {  # file, what is there, what comes instead (... between places); the r
     "stacked experts, under FSDP": ("train_gpt.py", """
         self.up = nn.Linear(n_embd, 4 * n_embd, bias=False)
         self.down = nn.Linear(4 * n_embd, n_embd, bias=False)
-
-    def forward(self, x_BTD):
+...
         return self.down(F.gelu(self.up(x_BTD), approximate="tanh"))
 """, """
         self.up = nn.Parameter(0.02 * torch.randn(2, 2 * n_embd, n_embd))
         self.down = nn.Parameter(0.02 * torch.randn(2, n_embd, 2 * n_embd))
-
-    def forward(self, x_BTD):
+...
         h_EBTF = F.gelu(torch.einsum("btd,efd->ebtf", x_BTD, self.up))
         return torch.einsum("ebtf,edf->btd", h_EBTF, self.down)
 """, dict(fsdp=True)),

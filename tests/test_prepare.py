@@ -196,9 +196,8 @@ def test_the_same_command_ends_an_interrupted_run_in_the_same_bytes(setup, monke
     assert all(Path("data/mine", name).stat().st_mtime_ns == time for name, time in done.items())  # not made again
 
 def refused(pattern, *argv):
-    with pytest.raises(SystemExit, match=pattern) as error:
-        prepare.main(list(argv))
-    assert "\n" not in error.value.code
+    error = pytest.raises(SystemExit, prepare.main, list(argv))
+    assert error.match(pattern) and "\n" not in error.value.code
 
 @pytest.mark.parametrize("name, data, pattern", [
     # with a time in the file, workers would collect tests of different names
@@ -279,7 +278,7 @@ def test_no_name_is_a_pattern_or_an_address():
 def test_an_import_refuses_ids_of_another_width():
     ids = np.random.default_rng(0).integers(0, 50257, 4000)
     sparse = np.where(ids % 9, 0, ids)
-    for width in "<i4", "<u4", "<i8", "<u8":
+    for width in "<i4", "<i8":
         labels = np.where(np.arange(4000) % 1000, ids, -100)  # where nothing is to be learnt
         for part in ids, ids % 65, sparse, ids % 50000 + 65536 * (ids % 2), labels:
             write("wide/train.bin", part.astype(width).tobytes())
@@ -391,8 +390,7 @@ def test_when_a_damaged_file_is_mended_the_same_command_goes_on(mended, monkeypa
     ("text takes input and name;", "text --input in"), ("text takes input and name;", "text --input= --name=a"),
     ("a fraction is 0 to 1", "text --input in --name=a --val_fraction=5")])
 def test_a_number_is_a_number_and_nothing_is_ignored(told, words, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        prepare.main(words.split())
+    pytest.raises(SystemExit, prepare.main, words.split()).match("2")
     assert told in capsys.readouterr().err.splitlines()[-1]
 
 class Hub(http.server.BaseHTTPRequestHandler):

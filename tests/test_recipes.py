@@ -4,12 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.elastic.utils.distributed import get_free_port
 
 from common import ROOT
 
 transformers = pytest.importorskip("transformers", reason="pip install transformers")
-RUNS = """import os, runpy, sys
+RECIPES = {"trainer_llama.py": ("--resume", "trainer_llama/checkpoint-20"),
+           "accelerate_llama.py": ("accelerate_llama/step_10", "accelerate_llama/step_20")}
+RUNS = f"""import os, runpy, sys
+from torch.distributed.elastic.utils.distributed import get_free_port
 from transformers import LlamaForCausalLM, Trainer  # imported once: each run is forked from here
 def start(*argv, **env):
     if pid := os.fork():
@@ -21,16 +23,14 @@ def start(*argv, **env):
     os._exit(0)
 def end(*pids):
     assert not any([os.waitpid(pid, 0)[1] for pid in pids])
-for script, resume, folder, port in zip(*[iter(sys.argv[1:])] * 4):
+for script, (resume, folder) in {RECIPES}.items():
     end(start())
     os.rename(folder, "whole-" + script)
     end(start(resume))
     os.rename(folder, "resumed-" + script)
-    ranks = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    ranks = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(get_free_port()))
     end(*[start(resume, RANK=rank, LOCAL_RANK=rank, **ranks) for rank in "01"])
     print("-" * 9, flush=True)"""
-RECIPES = {"trainer_llama.py": ("--resume", "trainer_llama/checkpoint-20"),
-           "accelerate_llama.py": ("accelerate_llama/step_10", "accelerate_llama/step_20")}
 
 def code(file):
     return re.findall("```python\n(.*?)```", (ROOT / file).read_text(), re.DOTALL)
@@ -42,13 +42,11 @@ def states(folder):  # Muon's and AdamW's, from one file or two
 def test_a_recipe_resumes_to_the_same_loss_and_two_ranks_agree():
     pytest.importorskip("accelerate", reason="pip install accelerate")
     shutil.copy(ROOT / "optim.py", ".")
-    words = []
-    for text, (script, (resume, folder)) in zip(code("records/recipes.md"), RECIPES.items()):
+    for text, script in zip(code("records/recipes.md"), RECIPES):
         Path(script).write_text(text)
-        words += script, resume, folder, str(get_free_port())
     # not compiled, as that takes longer than the runs
     env = os.environ | dict(OMP_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1", CUDA_VISIBLE_DEVICES="")
-    done = subprocess.run([sys.executable, "-c", RUNS, *words], env=env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", RUNS], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for said, (script, (_, folder)) in zip(done.stdout.split("-" * 9), RECIPES.items()):
         printed = re.findall(r"rank (\d): loss ([\d.]+)", said)

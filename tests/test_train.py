@@ -58,12 +58,9 @@ def test_flops_are_what_torch_counts():
 def test_initial_weights_and_every_parameter_in_one_group():
     """A fork's parameters stay as they are; its scalars are AdamW's, its matrices inside blocks Muon's."""
     t = fresh(n_layer=8, n_embd=256, optimizer="muon-vs")
-    class Block(t.Block):
-        def __init__(self):
-            super().__init__()
-            self.scale, self.mix = (torch.nn.Parameter(torch.ones(shape)) for shape in ((), (2, 1)))
-    t.Block = Block
     model = t.Model(320)
+    for block in model.blocks:
+        block.scale, block.mix = (torch.nn.Parameter(torch.ones(shape)) for shape in ((), (2, 1)))
     t.init_weights(model)
     for name, p in model.named_parameters():
         deviation = 0.005 if name.endswith(("proj.weight", "down.weight")) else 0.02
@@ -118,15 +115,11 @@ def test_more_shards_than_a_process_may_have_open_files(request):
 
 # ---- Updates ----
 def with_noise(module):
-    build = module.build_optimizers
-    def noisy(model):
-        adamw, = build(model)
-        def draw(*_):
-            for p in model.parameters():
+    def draw(adamw, *_):
+        for group in adamw.param_groups:
+            for p in group["params"]:
                 p.grad.add_(torch.randn_like(p), alpha=1e-3)
-        adamw.register_step_pre_hook(draw)
-        return [adamw]
-    module.build_optimizers = noisy
+    module.set_schedules = lambda step, optimizers: step == 0 and optimizers[0].register_step_pre_hook(draw)
 
 def test_an_update_is_the_same_however_the_batch_is_divided():
     """8 updates in float64 end within its rounding, as AdamW with a large ε amplifies it little, though it draws random
@@ -168,10 +161,9 @@ def test_schedules():
     lambda group: group.update(weight_decay=math.nan)], ids=["gradient", "weights"])
 def test_a_run_that_is_no_longer_finite_ends_at_its_next_log_line(spoil):
     """With a status that torchrun sees, and the last finite checkpoint kept. Update 6 is the first that is spoilt."""
-    def meddle(module):
-        module.set_schedules = lambda step, optimizers: spoil(optimizers[0].param_groups[0]) if step == 5 else None
+    late = lambda step, optimizers: spoil(optimizers[0].param_groups[0]) if step == 5 else None
     with pytest.raises(SystemExit) as stopped:
-        train("many", max_iters=20, log_interval=2, checkpoint_interval=2, meddle=meddle)
+        train("many", max_iters=20, log_interval=2, checkpoint_interval=2, set_schedules=late)
     assert stopped.value.code == 1 and checkpoint("many")["step"] == 4
     assert log_lines("many")[-1].startswith("diverged: ") and "at update 6;" in log_lines("many")[-1]
 
@@ -198,8 +190,9 @@ def test_validation_is_of_fixed_tokens_whatever_the_batch():
     model.logits = lambda x_BTD: 0 * t.Model.logits(model, x_BTD)  # as a fork caps them
     assert model(x, y).item() == pytest.approx(t.evaluate(model, shards)[0]) == math.log(320)
 
-def test_log_begins_with_its_source_and_has_the_speedruns_lines():
-    train("run", eval_interval=4)
+def test_log_begins_with_its_source_and_has_the_speedruns_lines_and_wandb_gets_their_figures(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", client := mock.Mock())
+    train("run", eval_interval=4, wandb="project")
     parts = re.split("^={100}\n", Path("logs/run.txt").read_text(), flags=re.M)
     assert parts[:2] == [(ROOT / name).read_text() for name in ("train_gpt.py", "optim.py")]
     assert all(part in parts[2] for part in ("\n--learning_rate=0.01\n", "hardware: ", "\nparameters: "))
@@ -213,9 +206,6 @@ def test_log_begins_with_its_source_and_has_the_speedruns_lines():
     assert re.fullmatch(r"final val_loss:\S+ val_acc:\S+ train_time:\S+s peak_memory_mib:\d+ "
                         r"optimizer_state_mib:\S+", lines[-1])
 
-def test_wandb_gets_the_figures_and_the_final_line(monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", client := mock.Mock())
-    train("run", wandb="project")
     pytest.raises(SystemExit, train, "run", wandb="project")  # the name exists, and wandb is not told
     client.init.assert_called_once_with(project="project", name="run", config=mock.ANY)  # no id, which runs may share
     calls = client.init.return_value.log.call_args_list
@@ -241,9 +231,8 @@ def mlp_first(module):
     module.Block = Block
 
 @pytest.mark.parametrize("run, optimizer, before, after", [  # state has names, also where an edit orders them anew
-    (train, "adamw", with_dropout, with_dropout), (train, "muon-vs", with_a_counter, with_a_counter),
-    (train, "normuon", id, mlp_first), (train, "adamw", id, mlp_first),
-    (functools.partial(on_ranks, 2), "muon-vs", with_dropout, with_dropout)])
+    (train, "muon-vs", with_a_counter, with_a_counter), (train, "normuon", id, mlp_first),
+    (train, "adamw", id, mlp_first), (functools.partial(on_ranks, 2), "muon-vs", with_dropout, with_dropout)])
 def test_half_and_half_is_the_whole_bit_for_bit(run, optimizer, before, after):
     settings = dict(optimizer=optimizer, grad_clip=float(before is after))  # the norm is a sum in parameters' order
     whole = run(name="whole", **settings, meddle=before)
@@ -281,8 +270,7 @@ def test_a_start_is_refused_that_has_a_runs_name_another_vocabulary_or_nothing_w
     data[len(data) // 2:][:999] ^= 1  # beyond the gaps between a checkpoint's parts
     data.tofile(newest)
     Path("checkpoints/run/step_00000004.pt").write_bytes(data[:1000])
-    with pytest.raises(SystemExit, match="found no checkpoint"):
-        train("run", resume="auto")
+    pytest.raises(SystemExit, train, "run", resume="auto").match("found no checkpoint")
     assert log_lines("run") == before
 
 def test_newest_is_the_highest_step_and_no_start_mixes_two_runs():
@@ -304,10 +292,9 @@ def test_a_log_without_a_checkpoint_is_put_aside_and_a_name_has_one_spelling():
     train("run", resume="auto", learning_rate=0.02, max_iters=4)
     (first,), later = Path("logs").glob("run.txt.*"), Path("logs/run.txt").read_bytes()
     assert b"\n--learning_rate=0.02\n" in later and b"\n--learning_rate=0.01\n" in first.read_bytes()
-    with pytest.raises(SystemExit, match="logs/run.txt exists"):
-        train("./run/")
+    pytest.raises(SystemExit, train, "./run/").match("logs/run.txt exists")
     with pytest.raises(FileExistsError):  # another start of the name was faster
-        train("other", meddle=lambda module: setattr(module, "build_optimizers", lambda model: train("other")))
+        train("other", build_optimizers=lambda model: train("other"))
     assert len(list(Path("logs").glob("other*"))) == 1
 
 def test_weights_alone_and_evaluation_alone():
@@ -326,20 +313,17 @@ def test_weights_alone_and_evaluation_alone():
 
 def test_a_second_ctrl_c_ends_the_run_at_once_and_under_nohup_a_closed_terminal_does_not():
     """Nor SIGTERM, which launchers send with Ctrl-C. Before the first update, which may be compiling, one does."""
-    def press(module):
-        module.set_schedules = lambda step, _: [os.kill(os.getpid(), number) for number in signals.get(step, [])]
-    signals = {0: [signal.SIGINT]}
-    with pytest.raises(KeyboardInterrupt):
-        train("early", log_interval=4, meddle=press)
-    signals = {0: [signal.SIGTERM]}
-    assert train("late", log_interval=4, meddle=press)["step"] == 1
-    signals = {2: [signal.SIGTERM, signal.SIGINT, signal.SIGTERM]}
-    assert train("once", log_interval=4, meddle=press)["step"] == 4
-    signals[3] = [signal.SIGINT]
-    with pytest.raises(KeyboardInterrupt):
-        train("twice", log_interval=4, meddle=press)
-    signals, earlier = {2: [signal.SIGHUP]}, signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    assert train("nohup", log_interval=4, meddle=press)["step"] == 8
+    def end(name, signals):
+        """The update at which a run ends that gets these signals in these updates."""
+        press = lambda step, _: [os.kill(os.getpid(), number) for number in signals.get(step, [])]
+        return train(name, log_interval=4, set_schedules=press)["step"]
+    pytest.raises(KeyboardInterrupt, end, "early", {0: [signal.SIGINT]})
+    assert end("late", {0: [signal.SIGTERM]}) == 1
+    once = {2: [signal.SIGTERM, signal.SIGINT, signal.SIGTERM]}
+    assert end("once", once) == 4
+    pytest.raises(KeyboardInterrupt, end, "twice", once | {3: [signal.SIGINT]})
+    earlier = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    assert end("nohup", {2: [signal.SIGHUP]}) == 8
     assert figures("nohup", "lr") == dict.fromkeys([1, 4, 8], 0.01)  # the optimizer's, whatever lr_factor says
     signal.signal(signal.SIGHUP, earlier)
 
@@ -349,10 +333,8 @@ def test_a_second_ctrl_c_ends_the_run_at_once_and_under_nohup_a_closed_terminal_
     (lambda log: os.truncate(log, 10**6), SystemExit)], ids=["gone", "another", "longer"])  # one that goes on with it
 def test_a_run_whose_log_is_gone_or_anothers_ends(meddles, told):
     """It writes nothing more, neither into the log nor a checkpoint."""
-    def meddle(module):
-        module.set_schedules = lambda step, _: step == 7 and meddles("logs/run.txt")  # before the last update
-    with pytest.raises(told, match="logs/run.txt"):
-        train("run", meddle=meddle)
+    late = lambda step, _: step == 7 and meddles("logs/run.txt")  # before the last update
+    pytest.raises(told, train, "run", set_schedules=late).match("logs/run.txt")
     assert os.listdir("checkpoints/run") == ["step_00000004.pt"]
 
 def of_another_seed(module):
@@ -366,8 +348,7 @@ def on_a_node_of_its_own(module):
 def test_ranks_that_have_other_settings_or_see_other_checkpoints_end(meddle):
     train("run")
     write_tiny("node/data")
-    with pytest.raises(Exception, match="terminated"):
-        on_ranks(2, name="run", resume="auto", meddle=meddle)
+    pytest.raises(Exception, on_ranks, 2, name="run", resume="auto", meddle=meddle).match("terminated")
     told = [path.read_text() for path in Path().glob("exit-*")]  # one may be killed first
     assert told and all(line.startswith("ranks have other ") for line in told)
     assert log_lines("run")[-1].startswith("final ")
@@ -385,45 +366,39 @@ def test_ranks_that_srun_starts_take_a_gpu_each(monkeypatch):
     assert fresh().local_rank == 0
 
 # ---- From a shell ----
-MISTAKES = {
-    "unknown flag": ("--learning_rat=1", "unrecognized arguments"),
-    "unknown optimizer": ("--optimizer=muonvs", "invalid choice: 'muonvs'"),
-    "heads that do not divide": ("--n_head=3", "no multiple of 2 x n_head = 6"),
-    "parts that do not divide": ("--qkv_split=5", "no divisor of 3 x n_embd = 96"),
-    "negative learning rate": ("--learning_rate=-1", "no number from 0"),
-    "no number": ("--gamma=nan", "no number from 0"),
-    "interval of 0": ("--eval_interval=0", "no number from 1"),
-    "updates for a fraction": ("--decay_frac=100", "no number from 0 to 1"),
-    "dataset not prepared": ("--dataset=nope", "data/nope has no train shards"),
-    "shards of two datasets": ("--dataset=tiny", "has ['other', 'tiny'] train shards, expected one dataset's",
-                               lambda: write_shard("data/tiny/other_train_000001.bin", range(99))),
-    "truncated shard": ("--dataset=tiny", "damaged or no shard of 16-bit ids; run: python prepare.py verify tiny",
-                        lambda: os.truncate("data/tiny/tiny_train_000002.bin", 3023)),
-    "too short for a header": ("--dataset=tiny", "damaged or no shard",
-                               lambda: os.truncate("data/tiny/tiny_train_000002.bin", 8)),
-    "shards for Llama 3": ("--dataset=tiny", "no shard of 16-bit ids",
-                           lambda: np.array([20240801], np.int32).tofile("data/tiny/tiny_train.bin")),
-    "an id beyond the vocabulary": ("--dataset=tiny", "has the id 300, beyond its tokenizer's 257",
-                                    lambda: write_shard("data/tiny/tiny_train_000001.bin", np.full(2008, 300))),
-    "shards of two vocabularies": ("--val_dataset=odd", "one tokenizer",
-                                   lambda: write_shard("data/odd/odd_val.bin", range(99), vocab=300)),
-    "indivisible batch": ("--batch_size=9", "no multiple of 1 x micro_batch_size=4"),
-    "context beyond the data": ("--block_size=4096", "longer than any train shard"),
-    "no checkpoint": ("--resume=nothing.pt", "found no checkpoint"),
-}
+MISTAKES = [  # a flag, its line, what was done before
+    ("--learning_rat=1", "unrecognized arguments"),
+    ("--optimizer=muonvs", "invalid choice: 'muonvs'"),
+    ("--n_head=3", "no multiple of 2 x n_head = 6"),
+    ("--qkv_split=5", "no divisor of 3 x n_embd = 96"),
+    ("--learning_rate=-1", "no number from 0"),
+    ("--gamma=nan", "no number from 0"),
+    ("--eval_interval=0", "no number from 1"),
+    ("--decay_frac=100", "no number from 0 to 1"),
+    ("--dataset=nope", "data/nope has no train shards"),
+    ("--dataset=tiny", "has ['other', 'tiny'] train shards, expected one dataset's",
+     lambda: write_shard("data/tiny/other_train_000001.bin", range(99))),
+    ("--dataset=tiny", "damaged or no shard of 16-bit ids; run: python prepare.py verify tiny",
+     lambda: os.truncate("data/tiny/tiny_train_000002.bin", 3023)),
+    ("--dataset=tiny", "damaged or no shard", lambda: os.truncate("data/tiny/tiny_train_000002.bin", 8)),
+    ("--dataset=tiny", "has the id 300, beyond its tokenizer's 257",
+     lambda: write_shard("data/tiny/tiny_train_000001.bin", np.full(2008, 300))),
+    ("--val_dataset=odd", "one tokenizer", lambda: write_shard("data/odd/odd_val.bin", range(99), vocab=300)),
+    ("--batch_size=9", "no multiple of 1 x micro_batch_size=4"),
+    ("--block_size=4096", "longer than any train shard"),
+    ("--resume=nothing.pt", "found no checkpoint"),
+]
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake[1])
 def test_a_mistake_from_a_shell_gets_one_line(mistake, capsys):
-    word, expected, *prepare = MISTAKES[mistake]
+    word, expected, *prepare = mistake
     if prepare:
         prepare[0]()
     before = sorted(Path().rglob("*"))
-    with pytest.raises(SystemExit) as stopped:
-        train("run", [word])
-    code = stopped.value.code
+    code = pytest.raises(SystemExit, train, "run", [word]).value.code
     lines = capsys.readouterr().err.splitlines() if code == 2 else [code]
     assert code not in (0, None) and expected in lines[-1] and len(lines) <= 2 and "\n" not in str(code)
-    if mistake != "an id beyond the vocabulary":  # a run meets it where it reads it
+    if "has the id" not in expected:  # a run meets it where it reads it
         assert sorted(Path().rglob("*")) == before
 
 @pytest.mark.parametrize("script", ["train_gpt.py", "train_llama.py"])
@@ -431,8 +406,7 @@ def test_help_lists_every_global_in_ascii(script, capsys):
     """As a terminal in Latin-1 lacks the paper's Greek letters."""
     t = fresh(script)
     t.SOURCES[0] = t.SOURCES[0].replace("# peak, for", "# 100% of the peak, for")
-    with pytest.raises(SystemExit) as end:
-        t.main(["--help"])
+    end = pytest.raises(SystemExit, t.main, ["--help"])
     told = capsys.readouterr().out
     assert end.value.code == 0 and told.isascii() and "100% of the peak" in told
     assert all(f"\n  --{name} {value}".rstrip() in told for name, value in t.settings().items())
