@@ -246,7 +246,6 @@ class Muon(torch.optim.Optimizer):
             p.copy_(dense)
         return loss
 
-    @torch._dynamo.config.patch(recompile_limit=256)  # a graph for each shape
     def _update(self, group, params):
         own = [self._state(group, p) for p in params]
         states = {name: [state[name] for state in own] for name in VARIANTS[group["variant"]][1:]}
@@ -264,7 +263,8 @@ class Muon(torch.optim.Optimizer):
         eager = not group["compile"] or isinstance(params[0], DTensor)
         run = update if eager else compiled_update
         try:
-            with torch.autocast(params[0].device.type, enabled=False):
+            with (torch.autocast(params[0].device.type, enabled=False),
+                  torch._dynamo.config.patch(recompile_limit=256)):  # a graph for each shape
                 run([p.grad for p in params], states, **options)
         except torch._dynamo.exc.TorchDynamoException as error:
             raise RuntimeError("torch.compile failed; try Muon(..., compile=False)") from error

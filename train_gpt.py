@@ -535,8 +535,8 @@ def memory(optimizers):
     return dict(peak_memory_mib=peak, optimizer_state_mib=state)
 
 def train(model, optimizers, shards, val_shards, facts, step, train_time, log):
-    """Evaluates, logs and saves, where due, then updates until something is. The clock counts updates alone,
-    but not the first of a start, which compiles."""
+    """Evaluates and saves, where due, and logs; then updates until one of these is due. The first update of a
+    start compiles: it stands alone, and the clock, which counts updates, leaves it out."""
     first_step, first_time = step, train_time
     signals = []  # after one the run saves and stops at its next log line
     def on_signal(number, frame):
@@ -550,7 +550,7 @@ def train(model, optimizers, shards, val_shards, facts, step, train_time, log):
         return step >= max_iters or any(step % interval == 0 for interval in intervals)
 
     parallel = nn.parallel.DistributedDataParallel(model) if world > 1 and not fsdp else model
-    recent = {}  # what the last updates measured
+    recent = {}  # measured since the last line of the log
     while True:
         val_loss, val_acc = evaluate(model, val_shards) if due(eval_interval) else (None, None)
         step_avg = 1000 * (train_time - first_time) / max(1, step - first_step - 1)
