@@ -59,7 +59,9 @@ def test_presets_are_the_papers(preset):
     assert t.learning_rate == t.adam_lr == rest[4]
 
 @pytest.mark.parametrize("preset, dtype, muon, adaptive", [  # GiB of optimizer state: the paper's overhead table
-    ("suite-a-130m", "bfloat16", 0.37, 0.62), ("suite-b-210m", "float32", 0.92, 1.55)])
+    ("suite-a-130m", "bfloat16", 0.37, 0.62), ("suite-a-300m", "bfloat16", 0.75, 1.31),
+    ("suite-a-1.2b", "bfloat16", 2.62, 4.87), ("suite-b-210m", "float32", 0.92, 1.55),
+    ("suite-b-720m", "float32", 3.06, 5.36)])
 def test_optimizer_state_is_the_papers(preset, dtype, muon, adaptive):
     for optimizer, gib in ("muon", muon), ("muon-nsr", adaptive), ("muon-vs", adaptive):
         t = configured(preset, f"--optimizer={optimizer}", f"--param_dtype={dtype}")
